@@ -1,0 +1,13 @@
+"""titan_megamoe: fused, overlapped expert parallelism for TorchTitan's mixture-of-experts models."""
+
+__version__ = "0.1.0"
+__all__ = ["mega_moe"]
+
+
+def __getattr__(name: str):
+    # Lazy: `python -m titan_megamoe.data` and `--help` should not wait for torch.
+    if name == "mega_moe":
+        from .ops import mega_moe
+
+        return mega_moe
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,292 @@
+"""``mega_moe``: the routed experts of one MoE layer as a single PyTorch operator with its own backward.
+
+The operator is registered with ``torch.library``, so autograd, ``torch.compile`` (``fullgraph=True``) and selective
+activation checkpointing all see one opaque node, ``titan_megamoe::reference_forward``. It returns the layer's output
+followed by what backward needs (the routing plan first of all), which autograd saves as it saves any output: a policy
+that saves the operator saves the plan with it and never routes twice.
+
+Shape suffixes are those of ``plan.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import fields
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from . import reference
+from .plan import RoutingPlan
+from .reference import Link, Saved
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "reference")
+SAVED = ("activations", "inputs")
+PRECISIONS = {
+    "bf16": "no quantisation: the inputs' own dtype, fp32 accumulation",
+    "fp8": "blockwise FP8 forward and backward (Hopper)",
+    "fp8_bwd": "BF16 forward, blockwise FP8 backward (Hopper)",
+    "mxfp8": "MXFP8 forward and backward (Blackwell)",
+}
+IMPLEMENTED_PRECISIONS = ("bf16",)
+MAX_TOP_K = 32
+
+_PLAN_FIELDS = len(fields(RoutingPlan))
+_SAVED_FIELDS = len(fields(Saved))
+_announced: set[str] = set()
+
+
+def mega_moe(
+    x_TD: torch.Tensor,
+    topk_ids_TK: torch.Tensor,
+    topk_scores_TK: torch.Tensor,
+    w1_EFD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    w3_EFD: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    precision: str = "bf16",
+    saved: str = "activations",
+    backend: str = "auto",
+) -> torch.Tensor:
+    r"""Dispatch, gate/up, SwiGLU, down and combine of a mixture-of-experts layer, with expert parallelism over ``group``.
+
+    .. math:: out_t = \sum_k s_{tk} \, W_2^{(e)} \big(\mathrm{silu}(W_1^{(e)} x_t) \odot W_3^{(e)} x_t\big), \quad e = id_{tk}
+
+    Differentiable in ``x_TD``, ``topk_scores_TK`` and the weights. Every rank of ``group`` must call it, in the same order.
+
+    Args:
+        x_TD: ``[T, D]`` this rank's tokens, floating point. T may be 0 and may differ between ranks.
+        topk_ids_TK: ``[T, K]`` int32 or int64, the experts of each token, in ``[0, P * E)`` with P the size of ``group``.
+        topk_scores_TK: ``[T, K]`` fp32 (or the dtype of ``x_TD``), the weight of each route.
+        w1_EFD: ``[E, F, D]`` gate projections of the experts *on this rank*: rank ``p`` holds experts ``p*E`` to ``p*E + E-1``.
+        w2_EDF: ``[E, D, F]`` down projections.
+        w3_EFD: ``[E, F, D]`` up projections. Weights have the dtype of ``x_TD``.
+        group: the expert-parallel group; None if this rank holds all experts.
+        precision: ``"bf16"`` computes in the inputs' dtype without quantisation; see :data:`PRECISIONS`.
+        saved: ``"activations"`` keeps the pulled rows and gate/up for backward; ``"inputs"`` pulls and computes them again.
+        backend: ``"reference"`` (plain PyTorch, any device) or ``"auto"``, which picks the best one here and logs it once.
+
+    Returns:
+        ``[T, D]``, dtype of ``x_TD``.
+
+    Raises:
+        TypeError: a tensor has the wrong dtype or is a DTensor.
+        ValueError: a shape, device, id, score or option is not as above.
+    """
+    _check_arguments(x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD)
+    check_precision(precision)
+    _check_choice("saved", saved, SAVED)
+    select_backend(backend)
+    out_TD, *_ = reference_forward(
+        x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, group.group_name if group else "", saved
+    )
+    return out_TD
+
+
+def select_backend(backend: str) -> str:
+    """Resolve ``"auto"`` and log what was picked, once per process."""
+    _check_choice("backend", backend, BACKENDS)
+    chosen = "reference" if backend == "auto" else backend
+    # A traced graph cannot log; the choice was logged when the module was built.
+    if not torch.compiler.is_compiling() and chosen not in _announced:
+        _announced.add(chosen)
+        logger.info(f"mega_moe: backend '{chosen}' (asked for '{backend}')")
+    return chosen
+
+
+def check_precision(precision: str) -> None:
+    _check_choice("precision", precision, tuple(PRECISIONS))
+    if precision not in IMPLEMENTED_PRECISIONS:
+        raise ValueError(
+            f"mega_moe: precision = {precision!r} ({PRECISIONS[precision]}) has no kernels in this version of "
+            f"titan_megamoe. Use one of: {', '.join(IMPLEMENTED_PRECISIONS)}."
+        )
+
+
+# ---- the operators
+
+
+@torch.library.custom_op("titan_megamoe::reference_forward", mutates_args=())
+def reference_forward(
+    x_TD: torch.Tensor,
+    topk_ids_TK: torch.Tensor,
+    topk_scores_TK: torch.Tensor,
+    w1_EFD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    w3_EFD: torch.Tensor,
+    group_name: str,
+    saved: str,
+) -> list[torch.Tensor]:
+    """``[out_TD, *RoutingPlan's tensors, *Saved's tensors]``; see :func:`mega_moe`. ``group_name`` "" means no group."""
+    stages = reference.forward(
+        x_TD,
+        topk_ids_TK,
+        topk_scores_TK,
+        w1_EFD,
+        w2_EDF,
+        w3_EFD,
+        link=Link(group_name),
+        keep_activations=saved == "activations",
+    )
+    return [stages.out_TD, *_tensors(stages.plan), *_tensors(stages.saved)]
+
+
+@reference_forward.register_fake
+def _(x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, group_name, saved):
+    new_size = torch.library.get_ctx().new_dynamic_size
+    num_rows, num_unique, num_sent = new_size(), new_size(), new_size()
+    num_kept = num_rows if saved == "activations" else 0
+    num_routes, hidden_dim = topk_ids_TK.shape[1], w1_EFD.shape[1]
+
+    def index(*shape: int) -> torch.Tensor:
+        return x_TD.new_empty(shape, dtype=torch.int64)
+
+    plan = RoutingPlan(
+        row_offsets_e1=index(w1_EFD.shape[0] + 1),
+        row_token_R=index(num_rows),
+        row_slot_R=index(num_rows),
+        row_of_slot_UK=index(num_unique, num_routes),
+        pulled_U=index(num_unique),
+        sent_S=index(num_sent),
+        counts_2P=index(2, Link(group_name).size),
+    )
+    kept = Saved(
+        row_scores_R=topk_scores_TK.new_empty(num_rows),
+        x_rows_RD=x_TD.new_empty(num_kept, x_TD.shape[1]),
+        gate_RF=x_TD.new_empty(num_kept, hidden_dim),
+        up_RF=x_TD.new_empty(num_kept, hidden_dim),
+    )
+    return [torch.empty_like(x_TD), *_tensors(plan), *_tensors(kept)]
+
+
+@torch.library.custom_op("titan_megamoe::reference_backward", mutates_args=())
+def reference_backward(
+    dout_TD: torch.Tensor,
+    x_TD: torch.Tensor,
+    topk_scores_TK: torch.Tensor,
+    w1_EFD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    w3_EFD: torch.Tensor,
+    plan_and_saved: list[torch.Tensor],
+    group_name: str,
+    saved: str,
+) -> list[torch.Tensor]:
+    """Gradients of ``x_TD, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD``, given all but the first output of the forward."""
+    gradients = reference.backward(
+        dout_TD,
+        x_TD,
+        topk_scores_TK,
+        w1_EFD,
+        w2_EDF,
+        w3_EFD,
+        plan=_from_tensors(RoutingPlan, plan_and_saved[:_PLAN_FIELDS]),
+        saved=_from_tensors(Saved, plan_and_saved[_PLAN_FIELDS:]),
+        link=Link(group_name),
+        kept_activations=saved == "activations",
+    )
+    return list(_tensors(gradients))
+
+
+@reference_backward.register_fake
+def _(dout_TD, x_TD, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, plan_and_saved, group_name, saved):
+    return [torch.empty_like(t) for t in (x_TD, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD)]
+
+
+def _setup_context(ctx, inputs, output):
+    x_TD, _, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, ctx.group_name, ctx.saved = inputs
+    _, *plan_and_saved = output
+    ctx.save_for_backward(x_TD, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, *plan_and_saved)
+    ctx.mark_non_differentiable(*plan_and_saved)
+
+
+def _backward(ctx, grads):
+    x_TD, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, *plan_and_saved = ctx.saved_tensors
+    dx_TD, dscores_TK, dw1_EFD, dw2_EDF, dw3_EFD = reference_backward(
+        grads[0].contiguous(), x_TD, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, plan_and_saved, ctx.group_name, ctx.saved
+    )
+    return dx_TD, None, dscores_TK, dw1_EFD, dw2_EDF, dw3_EFD, None, None
+
+
+reference_forward.register_autograd(_backward, setup_context=_setup_context)
+
+FORWARD_OPS = (torch.ops.titan_megamoe.reference_forward.default,)
+"""What selective activation checkpointing should save instead of running again."""
+
+
+def _tensors(record: RoutingPlan | Saved | reference.Gradients) -> tuple[torch.Tensor, ...]:
+    return tuple(getattr(record, field.name) for field in fields(record))
+
+
+def _from_tensors(cls: type, tensors: list[torch.Tensor]):
+    return cls(**{field.name: tensor for field, tensor in zip(fields(cls), tensors, strict=True)})
+
+
+# ---- argument checks: metadata only, so they cost nothing at run time and trace away under torch.compile
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"mega_moe: {name} = {value!r} is not known. Use one of: {', '.join(choices)}.")
+
+
+def _check_arguments(x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD) -> None:
+    named = {
+        "x_TD": x_TD,
+        "topk_ids_TK": topk_ids_TK,
+        "topk_scores_TK": topk_scores_TK,
+        "w1_EFD": w1_EFD,
+        "w2_EDF": w2_EDF,
+        "w3_EFD": w3_EFD,
+    }
+    for name, tensor in named.items():
+        if isinstance(tensor, DTensor):
+            raise TypeError(f"mega_moe: {name} is a DTensor. Pass this rank's part: {name}.to_local().")
+        if tensor.device != x_TD.device:
+            raise ValueError(
+                f"mega_moe: {name} is on {tensor.device}, but x_TD is on {x_TD.device}. Move them to one device."
+            )
+    _check_shapes(named)
+    if not x_TD.is_floating_point():
+        raise TypeError(f"mega_moe: x_TD has dtype {x_TD.dtype}. Pass a floating-point type (bfloat16 to train).")
+    for name in ("w1_EFD", "w2_EDF", "w3_EFD"):
+        if named[name].dtype != x_TD.dtype:
+            raise TypeError(
+                f"mega_moe: {name} has dtype {named[name].dtype}, but x_TD has {x_TD.dtype}. Convert one to the other's."
+            )
+    if topk_ids_TK.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"mega_moe: topk_ids_TK has dtype {topk_ids_TK.dtype}. Pass int32 or int64 expert ids.")
+    if topk_scores_TK.dtype not in (torch.float32, x_TD.dtype):
+        raise TypeError(
+            f"mega_moe: topk_scores_TK has dtype {topk_scores_TK.dtype}. Pass float32 scores (or x_TD's {x_TD.dtype})."
+        )
+
+
+def _check_shapes(named: dict[str, torch.Tensor]) -> None:
+    x_TD, topk_ids_TK, w1_EFD = named["x_TD"], named["topk_ids_TK"], named["w1_EFD"]
+    for name, rank in (("x_TD", 2), ("topk_ids_TK", 2), ("w1_EFD", 3)):
+        if named[name].dim() != rank:
+            raise ValueError(f"mega_moe: {name} has shape {tuple(named[name].shape)}; it must have {rank} dimensions.")
+    num_tokens, dim = x_TD.shape
+    num_experts, hidden_dim, _ = w1_EFD.shape
+    num_routes = topk_ids_TK.shape[1]
+    expected = {
+        "topk_ids_TK": (num_tokens, num_routes),
+        "topk_scores_TK": (num_tokens, num_routes),
+        "w1_EFD": (num_experts, hidden_dim, dim),
+        "w2_EDF": (num_experts, dim, hidden_dim),
+        "w3_EFD": (num_experts, hidden_dim, dim),
+    }
+    for name, shape in expected.items():
+        if tuple(named[name].shape) != shape:
+            raise ValueError(
+                f"mega_moe: {name} has shape {tuple(named[name].shape)}, expected {shape} from x_TD "
+                f"{tuple(x_TD.shape)}, topk_ids_TK {tuple(topk_ids_TK.shape)} and w1_EFD {tuple(w1_EFD.shape)}."
+            )
+    if not 1 <= num_routes <= MAX_TOP_K:
+        raise ValueError(f"mega_moe: topk_ids_TK has {num_routes} routes per token; 1 to {MAX_TOP_K} are supported.")
+    if num_experts == 0:
+        raise ValueError("mega_moe: w1_EFD holds no experts. Every rank of the group must hold at least one.")
