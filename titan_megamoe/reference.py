@@ -24,6 +24,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from .plan import build_plan, RoutingPlan
 
+# torch 2.13 renamed it and warns about the old name at every call.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 
 class Link:
     """How the ranks of one expert-parallel group exchange data. Without a group every exchange is the identity."""
@@ -42,7 +45,7 @@ class Link:
         padded = tensor.new_zeros(length, *tensor.shape[1:])
         padded[: tensor.shape[0]] = tensor
         gathered = tensor.new_empty(self.size * length, *tensor.shape[1:])
-        dist.all_gather_into_tensor(gathered, padded, group=self.group)
+        _all_gather(gathered, padded, group=self.group)
         if sizes is None:
             return gathered
         return torch.cat([part[:size] for part, size in zip(gathered.split(length), sizes)]) if length else gathered

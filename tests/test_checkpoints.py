@@ -1,0 +1,91 @@
+"""Checkpoints carry over between strategies, expert-parallel degrees and the Hugging Face format."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.training import options, run_jobs
+
+SETTINGS = {"training.local_batch_size": 2, "optimizer.lr": 3e-4, "checkpoint.interval": 3, "lr_scheduler.total_steps": 8}
+
+
+@pytest.fixture(scope="module")
+def runs(assets, tmp_path_factory):
+    """Six steps in one go, and six steps in two halves that differ in strategy or expert-parallel degree."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+
+    def run(name: str, steps: int, settings: dict) -> list[str]:
+        return options(assets, folder / name, {"training.steps": steps, **SETTINGS, **settings})
+
+    def resume(name: str, settings: dict) -> dict:
+        path = folder / name / "checkpoint" / "step-3"
+        return {"checkpoint.initial_load_path": path, "checkpoint.no-initial_load_model_only": True, **settings}
+
+    theirs, ep1 = {"model.moe.dispatch.type": "all_to_all"}, {"parallelism.expert_parallel_degree": 1}
+    imported = {
+        "checkpoint.initial_load_in_hf": True,
+        "checkpoint.initial_load_path": folder / "export" / "checkpoint" / "step-1",
+    }
+    jobs = {
+        "ours": run("ours", 6, {}),
+        "theirs": run("theirs", 6, theirs),
+        "EP 1": run("EP 1", 6, ep1),
+        "ours, then theirs": run("ours-theirs", 6, resume("ours", theirs)),
+        "theirs, then ours": run("theirs-ours", 6, resume("theirs", {})),
+        "EP 2, then EP 1": run("ep2-ep1", 6, resume("ours", ep1)),
+        "EP 1, then EP 2": run("ep1-ep2", 6, resume("EP 1", {})),
+        "second call": run("ours", 8, {}),
+        "export": run("export", 1, {"checkpoint.last_save_model_only": True, "checkpoint.last_save_in_hf": True}),
+        "imported": run("imported", 1, imported),
+        "imported, theirs": run("imported-theirs", 1, {**imported, **theirs}),
+    }
+    return dict(zip(jobs, run_jobs(list(jobs.values()), ranks=2, folder=folder, fp32=True))), folder
+
+
+@pytest.mark.parametrize(
+    "resumed, uninterrupted",
+    [
+        ("ours, then theirs", "theirs"),
+        ("theirs, then ours", "ours"),
+        ("EP 2, then EP 1", "ours"),
+        ("EP 1, then EP 2", "ours"),
+    ],
+)
+def test_a_resumed_run_goes_on_as_if_uninterrupted(runs, resumed, uninterrupted):
+    runs, _ = runs
+    assert sorted(runs[resumed].losses) == [4, 5, 6]
+    for step, loss in runs[resumed].losses.items():
+        assert loss == pytest.approx(runs[uninterrupted].losses[step], abs=1e-3)
+
+
+def test_a_second_call_resumes_where_the_first_stopped(runs):
+    runs, _ = runs
+    assert sorted(runs["second call"].losses) == [7, 8]
+
+
+def test_huggingface_export_has_the_models_names_and_shapes(runs):
+    _, folder = runs
+    exported = folder / "export" / "checkpoint" / "step-1"
+    tensors = {}
+    for file in exported.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}
+    experts = [name for name in tensors if ".mlp.experts." in name]
+    assert len(experts) == 2 * 8 * 3, "2 layers, 8 experts, gate, up and down"
+    assert tensors["model.layers.0.mlp.experts.7.gate_proj.weight"].shape == (128, 128)
+    assert tensors["model.layers.1.mlp.gate.weight"].shape == (8, 128)
+    assert all(torch.isfinite(t).all() for t in tensors.values())
+    index = exported / "model.safetensors.index.json"
+    if index.exists():
+        assert set(json.loads(index.read_text())["weight_map"]) == set(tensors)
+
+
+def test_huggingface_import_restores_the_values(runs):
+    """Weights exported after a step on a batch have a lower loss on that batch, whichever strategy reads them."""
+    runs, _ = runs
+    assert runs["imported"].losses[1] == pytest.approx(runs["imported, theirs"].losses[1], rel=1e-6)
+    assert runs["imported"].losses[1] < runs["export"].losses[1] - 1e-3

@@ -1,0 +1,145 @@
+"""From ``[model]`` to TorchTitan's ``ModelSpec``: flavor, dispatcher, converters, truncation."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from types import ModuleType
+
+from torchtitan.components import quantization
+from torchtitan.models import _supported_models
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.rope import CosSinRoPE
+from torchtitan.protocols.model import ModelConfigConverter
+from torchtitan.protocols.model_spec import ModelSpec
+
+from .strategies import STRATEGIES
+
+SMALL_FLAVOR = "debugmodel_moe_small"
+
+
+def build_model_spec(config) -> ModelSpec:
+    """The ``ModelSpec`` that a ``Trainer.Config``'s ``model`` and ``quantize`` sections describe.
+
+    Raises:
+        ValueError: unknown family, flavor or converter, or more layers than the model has.
+    """
+    model = config.model
+    family = _family(model.name)
+    arguments: dict = {"attn_backend": model.attn_backend}
+    strategy = STRATEGIES[model.moe.dispatch.type]
+    if strategy.moe_comm_backend != "standard":
+        arguments["moe_comm_backend"] = strategy.moe_comm_backend
+    unsupported = set(arguments) - set(inspect.signature(family.model_registry).parameters)
+    if unsupported:
+        raise ValueError(f"model.name = '{model.name}' does not take {', '.join(sorted(unsupported))}.")
+    flavors = _flavors(family, model.name)
+    if model.flavor not in flavors:
+        raise ValueError(f"model.flavor = '{model.flavor}' is not one of {model.name}'s: {', '.join(flavors)}.")
+
+    spec = family.model_registry(model.flavor, **arguments)
+    for converter in _converters(config, spec):
+        spec.model = converter.build().convert(spec.model)
+    if model.n_layers is not None:
+        available = len(spec.model.layers)
+        if not 1 <= model.n_layers <= available:
+            raise ValueError(
+                f"model.n_layers = {model.n_layers}, but {model.name} {model.flavor} has {available} layers. "
+                f"Use 1 to {available}, or leave it unset for all."
+            )
+        spec.model.layers = spec.model.layers[: model.n_layers]
+    return spec
+
+
+def num_experts(spec: ModelSpec) -> int | None:
+    """Experts per layer, or None for a dense model."""
+    return next((layer.moe.num_experts for layer in spec.model.layers if getattr(layer, "moe", None)), None)
+
+
+def _family(name: str) -> ModuleType:
+    if name not in _supported_models:
+        raise ValueError(f"model.name = '{name}' is not one of TorchTitan's: {', '.join(sorted(_supported_models))}.")
+    return importlib.import_module(f"torchtitan.models.{name}")
+
+
+def _flavors(family: ModuleType, name: str) -> dict:
+    flavors = getattr(family, f"{name}_configs")
+    if name == "qwen3":
+        flavors.setdefault(SMALL_FLAVOR, _qwen3_moe_small)
+    return flavors
+
+
+def _qwen3_moe_small(attn_backend: str, moe_comm_backend: str = "standard"):
+    """Qwen3 MoE small enough for seconds per step on 2 CPU cores (TorchTitan's ``debugmodel_moe`` takes over a minute)."""
+    from torchtitan.models import qwen3
+
+    dim, head_dim = 128, 32
+    config = qwen3.qwen3_configs["debugmodel_moe"](attn_backend=attn_backend, moe_comm_backend=moe_comm_backend)
+    config.dim = dim
+    config.norm = qwen3._qwen3_norm(dim)
+    config.tok_embeddings.embedding_dim = dim
+    config.lm_head.in_features = dim
+    config.layers = qwen3._build_qwen3_moe_layers(
+        n_layers=2,
+        dim=dim,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=head_dim,
+        moe_hidden_dim=128,
+        num_experts=8,
+        top_k=2,
+        attn_backend=attn_backend,
+        moe_comm_backend=moe_comm_backend,
+        rope=CosSinRoPE.Config(dim=head_dim, max_seq_len=4096, theta=1000000.0),
+    )
+    return config
+
+
+# ---- quantisation converters
+
+
+def _converters(config, spec: ModelSpec) -> list[ModelConfigConverter.Config]:
+    return [_converter(name, config, spec) for name in config.model.converters]
+
+
+def _converter(name: str, config, spec: ModelSpec) -> ModelConfigConverter.Config:
+    compiled = config.compile.enable and "model" in config.compile.components
+    linear, grouped_mm = config.quantize.linear, config.quantize.grouped_mm
+    if name in ("quantize.linear.float8", "float8"):
+        _check_filters("quantize.linear.float8", linear.float8.filter_fqns, spec)
+        return quantization.Float8LinearConverter.Config(
+            recipe_name=linear.float8.recipe_name,
+            filter_fqns=linear.float8.filter_fqns,
+            emulate=linear.float8.emulate,
+            model_compile_enabled=compiled,
+        )
+    if name in ("quantize.linear.mx", "mx"):
+        _check_filters("quantize.linear.mx", linear.mx.filter_fqns, spec)
+        kept = [fqn for fqn in _linear_fqns(spec) if not any(f in fqn for f in linear.mx.filter_fqns)]
+        return quantization.MXFP8LinearConverter.Config(fqns=kept, model_compile_enabled=compiled)
+    if name == "quantize.grouped_mm.float8":
+        return quantization.Float8GroupedExpertsConverter.Config(model_compile_enabled=compiled)
+    if name == "quantize.grouped_mm.mx":
+        return quantization.MXFP8GroupedExpertsConverter.Config(
+            recipe_name=grouped_mm.mx.recipe_name,
+            pad_multiple=grouped_mm.mx.pad_multiple,
+            model_compile_enabled=compiled,
+        )
+    known = ("quantize.linear.float8", "quantize.grouped_mm.float8", "quantize.linear.mx", "quantize.grouped_mm.mx")
+    raise ValueError(f"model.converters: '{name}' is not one of {', '.join(known)}.")
+
+
+def _linear_fqns(spec: ModelSpec) -> list[str]:
+    return [fqn for fqn, *_ in spec.model.traverse(Linear.Config)]
+
+
+def _check_filters(section: str, filters: list[str], spec: ModelSpec) -> None:
+    """A filter that matches nothing would quantise a layer that its user meant to keep."""
+    fqns = _linear_fqns(spec)
+    for wanted in filters:
+        if not any(wanted in fqn for fqn in fqns):
+            names = sorted({fqn.split(".", 2)[-1] for fqn in fqns})
+            raise ValueError(
+                f"{section}.filter_fqns: '{wanted}' matches no linear layer of {spec.name} {spec.flavor}. "
+                f"Its layers are called: {', '.join(names)}."
+            )

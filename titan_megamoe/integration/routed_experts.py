@@ -1,0 +1,81 @@
+"""``mega_moe`` as a drop-in for TorchTitan's ``RoutedExperts``: same parameters, same names, same checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch._dynamo
+from torch.distributed.tensor import DTensor
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+
+from ..ops import check_precision, mega_moe, select_backend
+
+
+class MegaMoERoutedExperts(RoutedExperts):
+    """Dispatch, expert computation and combine in one operator instead of TorchTitan's three steps.
+
+    The child ``inner_experts`` stays TorchTitan's ``GroupedExperts``, for its parameters: FSDP, initialisation,
+    checkpoints and the load-balancing buffers reach through it. Its ``forward`` is never called.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        precision: str = "bf16"
+        saved: str = "activations"
+        backend: str = "auto"
+
+    def __init__(self, config: Config):
+        if type(config.inner_experts) is not GroupedExperts.Config:
+            raise ValueError(
+                f"mega_moe replaces TorchTitan's bf16 GroupedExperts, but the experts are "
+                f"{type(config.inner_experts).__qualname__}. It has its own precisions: remove the grouped_mm converter "
+                "and set model.moe.dispatch.precision instead."
+            )
+        super().__init__(config)
+        check_precision(config.precision)
+        self.precision = config.precision
+        self.saved = config.saved
+        self.backend = select_backend(config.backend)
+        self.ep_group: torch.distributed.ProcessGroup | None = None
+        # The operator's saved outputs have as many rows as were routed here, which a compiled block must accept.
+        torch._dynamo.config.capture_dynamic_output_shape_ops = True
+
+    def forward(
+        self,
+        x_BLD: torch.Tensor,
+        topk_scores_BLK: torch.Tensor,
+        topk_expert_ids_BLK: torch.Tensor,
+        num_local_tokens_per_expert_E: torch.Tensor,
+    ) -> torch.Tensor:
+        """As ``RoutedExperts.forward``, whose argument names the sharding configuration is keyed by.
+
+        Computes in bf16 whatever the parameters' dtype, as TorchTitan's ``GroupedExperts`` does.
+        """
+        del num_local_tokens_per_expert_E  # the operator counts for itself
+        B, L, D = x_BLD.shape
+        experts = self.inner_experts
+        w1_EFD, w2_EDF, w3_EFD = (_local_bf16(w) for w in (experts.w1_EFD, experts.w2_EDF, experts.w3_EFD))
+        out_TD = mega_moe(
+            x_BLD.reshape(B * L, D).bfloat16(),
+            topk_expert_ids_BLK.reshape(B * L, -1),
+            topk_scores_BLK.reshape(B * L, -1).float(),
+            w1_EFD,
+            w2_EDF,
+            w3_EFD,
+            group=self.ep_group,
+            precision=self.precision,
+            saved=self.saved,
+            backend=self.backend,
+        )
+        return out_TD.type_as(x_BLD).view(B, L, D)
+
+    def parallelize(self, parallel_dims) -> None:
+        """Shard the experts as TorchTitan does and take the expert-parallel group for the operator."""
+        super().parallelize(parallel_dims)
+        ep_mesh = parallel_dims.get_optional_mesh("ep")
+        self.ep_group = ep_mesh.get_group() if ep_mesh is not None else None
+
+
+def _local_bf16(weight: torch.Tensor) -> torch.Tensor:
+    return (weight.to_local() if isinstance(weight, DTensor) else weight).bfloat16()
