@@ -11,10 +11,8 @@ the same model, data, batch and checkpointing, to show that our front end costs 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import re
 import statistics
 import subprocess
@@ -22,6 +20,10 @@ import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from titan_megamoe.bench.environment import describe_environment  # noqa: E402
+
 STEP = re.compile(
     r"step: *(\d+) .*?loss: *([\d.]+).*?grad_norm: *([\d.]+).*?memory: *([-\d.]+)GiB.*?tps: *([\d,]+).*?mfu: *([\d.]+)%"
 )
@@ -65,21 +67,6 @@ def measure(run: str, arguments: argparse.Namespace) -> dict:
     }
 
 
-def environment() -> dict:
-    import torch
-    import triton
-
-    return {
-        "date": datetime.date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
-        "gpus": torch.cuda.device_count(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-        "torchtitan": "0.3.0",
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="TOML file")
@@ -96,7 +83,7 @@ def main() -> None:
         print(run, {k: v for k, v in results[run].items() if k not in ("losses", "grad_norms")}, flush=True)
         document = {
             "command": " ".join(["python", "benchmarks/train_steps.py", *sys.argv[1:]]),
-            "environment": environment(),
+            "environment": describe_environment(),
             "config": arguments.config,
             "routing": arguments.routing,
             "compile": arguments.compile,

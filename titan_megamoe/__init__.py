@@ -1,13 +1,13 @@
 """titan_megamoe: fused, overlapped expert parallelism for TorchTitan's mixture-of-experts models."""
 
 __version__ = "0.1.0"
-__all__ = ["mega_moe"]
+__all__ = ["check_step", "mega_moe"]
 
 
 def __getattr__(name: str):
     # Lazy: `python -m titan_megamoe.data` and `--help` should not wait for torch.
-    if name == "mega_moe":
-        from .ops import mega_moe
+    if name in __all__:
+        from . import ops
 
-        return mega_moe
+        return getattr(ops, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

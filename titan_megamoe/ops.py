@@ -1,9 +1,10 @@
 """``mega_moe``: the routed experts of one MoE layer as a single PyTorch operator with its own backward.
 
-The operator is registered with ``torch.library``, so autograd, ``torch.compile`` (``fullgraph=True``) and selective
-activation checkpointing all see one opaque node, ``titan_megamoe::reference_forward``. It returns the layer's output
+Each backend is an operator registered with ``torch.library``, so autograd, ``torch.compile`` (``fullgraph=True``) and
+selective activation checkpointing see one opaque node. ``titan_megamoe::reference_forward`` returns the layer's output
 followed by what backward needs (the routing plan first of all), which autograd saves as it saves any output: a policy
-that saves the operator saves the plan with it and never routes twice.
+that saves the operator saves the plan with it and never routes twice. ``titan_megamoe::hopper_forward`` returns the output;
+its backward routes by the ids of the forward.
 
 Shape suffixes are those of ``plan.py``.
 """
@@ -17,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from . import reference
+from . import hopper, reference
 from .plan import RoutingPlan
 from .reference import Link, Saved
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "reference")
+BACKENDS = ("auto", "reference", "hopper")
 SAVED = ("activations", "inputs")
 PRECISIONS = {
     "bf16": "no quantisation: the inputs' own dtype, fp32 accumulation",
@@ -51,6 +52,7 @@ def mega_moe(
     precision: str = "bf16",
     saved: str = "activations",
     backend: str = "auto",
+    capacity: float | None = None,
 ) -> torch.Tensor:
     r"""Dispatch, gate/up, SwiGLU, down and combine of a mixture-of-experts layer, with expert parallelism over ``group``.
 
@@ -67,8 +69,13 @@ def mega_moe(
         w3_EFD: ``[E, F, D]`` up projections. Weights have the dtype of ``x_TD``.
         group: the expert-parallel group; None if this rank holds all experts.
         precision: ``"bf16"`` computes in the inputs' dtype without quantisation; see :data:`PRECISIONS`.
-        saved: ``"activations"`` keeps the pulled rows and gate/up for backward; ``"inputs"`` pulls and computes them again.
-        backend: ``"reference"`` (plain PyTorch, any device) or ``"auto"``, which picks the best one here and logs it once.
+        saved: ``"activations"`` keeps the pulled rows and gate/up for backward; ``"inputs"`` pulls and computes them again, as
+            backend ``"hopper"`` does either way for now.
+        backend: ``"reference"`` (plain PyTorch, any device), ``"hopper"`` (fused forward in bf16 on H100 and H200), or
+            ``"auto"``, which picks the best one for these inputs and logs it once.
+        capacity: of backend ``"hopper"``: rows that this rank has room for, as a multiple of ``T * K``, in memory of static
+            size; more rows are an error (``CapacityExceeded``) that :func:`titan_megamoe.check_step` raises. None: exactly
+            the rows that were routed here, for which the host waits once per call.
 
     Returns:
         ``[T, D]``, dtype of ``x_TD``.
@@ -80,22 +87,53 @@ def mega_moe(
     _check_arguments(x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD)
     check_precision(precision)
     _check_choice("saved", saved, SAVED)
-    select_backend(backend)
-    out_TD, *_ = reference_forward(
-        x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, group.group_name if group else "", saved
-    )
+    backend = select_backend(backend, x_TD.device, x_TD.dtype, x_TD.shape[1], w1_EFD.shape[1])
+    tensors = (x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD)
+    group_name = group.group_name if group else ""
+    if backend == "hopper":
+        return hopper_forward(*tensors, group_name, capacity or 0.0)
+    out_TD, *_ = reference_forward(*tensors, group_name, saved)
     return out_TD
 
 
-def select_backend(backend: str) -> str:
-    """Resolve ``"auto"`` and log what was picked, once per process."""
+def select_backend(backend: str, device: torch.device, dtype: torch.dtype, dim: int, hidden_dim: int) -> str:
+    """Resolve ``"auto"`` for a layer, and log what was picked and why, once per process.
+
+    Raises:
+        ValueError: an unknown backend, or one that cannot compute this layer on this device, with the reason.
+    """
     _check_choice("backend", backend, BACKENDS)
-    chosen = "reference" if backend == "auto" else backend
-    # A traced graph cannot log; the choice was logged when the module was built.
+    if torch.compiler.is_compiling() and backend != "auto":
+        return backend  # resolved, checked and logged when the module was built, which a traced graph cannot do
+    if backend == "reference":
+        chosen, why = backend, "as asked for"
+    else:
+        missing = "x_TD is on the CPU" if device.type == "cpu" else hopper.missing_on_this_machine()
+        missing = missing or hopper.unsupported_layer(dtype, dim, hidden_dim)
+        if missing and backend == "hopper":
+            raise ValueError(f"mega_moe: backend = 'hopper' cannot run this layer: {missing}")
+        chosen, why = ("reference", f"'hopper' cannot: {missing}") if missing else ("hopper", "the fastest here")
     if not torch.compiler.is_compiling() and chosen not in _announced:
         _announced.add(chosen)
-        logger.info(f"mega_moe: backend '{chosen}' (asked for '{backend}')")
+        logger.info(f"mega_moe: backend '{chosen}' ({why})")
     return chosen
+
+
+def check_step() -> None:
+    """Wait for the device, and raise what backend ``"hopper"`` could not raise where it happened. Call it at a step's end.
+
+    A call raises by itself only what the host learns in time: with several ranks and exact sizing everything, otherwise
+    what earlier calls have reported. Until then the results are undefined.
+
+    Raises:
+        CapacityExceeded: names the capacity that would have sufficed.
+        ValueError: a rank passed an id that is no expert's, or a score that is not finite.
+        KernelFault: a kernel waited past its deadline; says which, where and for what.
+    """
+    if hopper.has_run():
+        from .symmetric import check_workspaces
+
+        check_workspaces()
 
 
 def check_precision(precision: str) -> None:
@@ -213,7 +251,62 @@ def _backward(ctx, grads):
 
 reference_forward.register_autograd(_backward, setup_context=_setup_context)
 
-FORWARD_OPS = (torch.ops.titan_megamoe.reference_forward.default,)
+@torch.library.custom_op("titan_megamoe::hopper_forward", mutates_args=())
+def hopper_forward(
+    x_TD: torch.Tensor,
+    topk_ids_TK: torch.Tensor,
+    topk_scores_TK: torch.Tensor,
+    w1_EFD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    w3_EFD: torch.Tensor,
+    group_name: str,
+    capacity: float,
+) -> torch.Tensor:
+    """``out_TD``; see :func:`mega_moe`. ``group_name`` "" means no group, ``capacity`` 0 exact sizing."""
+    workspace = hopper.workspace_for(x_TD, topk_ids_TK, w1_EFD, link=Link(group_name), capacity=capacity or None)
+    weights = (w.contiguous() for w in (w1_EFD, w2_EDF, w3_EFD))
+    return hopper.forward(x_TD, topk_ids_TK, topk_scores_TK, *weights, workspace=workspace)
+
+
+@hopper_forward.register_fake
+def _(x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, group_name, capacity):
+    return x_TD.new_empty(x_TD.shape)
+
+
+@torch.library.custom_op("titan_megamoe::hopper_backward", mutates_args=())
+def hopper_backward(
+    dout_TD: torch.Tensor,
+    x_TD: torch.Tensor,
+    topk_ids_TK: torch.Tensor,
+    topk_scores_TK: torch.Tensor,
+    w1_EFD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    w3_EFD: torch.Tensor,
+    group_name: str,
+) -> list[torch.Tensor]:
+    """Gradients of ``x_TD, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD``."""
+    inputs = (x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD)
+    return list(_tensors(hopper.backward(dout_TD, *inputs, link=Link(group_name))))
+
+
+@hopper_backward.register_fake
+def _(dout_TD, x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, group_name):
+    return [torch.empty_like(t) for t in (x_TD, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD)]
+
+
+def _hopper_setup_context(ctx, inputs, output):
+    *tensors, ctx.group_name, _ = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _hopper_backward(ctx, dout_TD):
+    dx_TD, dscores_TK, *dweights = hopper_backward(dout_TD.contiguous(), *ctx.saved_tensors, ctx.group_name)
+    return dx_TD, None, dscores_TK, *dweights, None, None
+
+
+hopper_forward.register_autograd(_hopper_backward, setup_context=_hopper_setup_context)
+
+FORWARD_OPS = (torch.ops.titan_megamoe.reference_forward.default, torch.ops.titan_megamoe.hopper_forward.default)
 """What selective activation checkpointing should save instead of running again."""
 
 

@@ -33,6 +33,7 @@ class Link:
 
     def __init__(self, group_name: str):
         """``group_name``: name of a c10d process group; the empty string for a rank of its own."""
+        self.group_name = group_name
         self.group = _resolve_process_group(group_name) if group_name else None
         self.rank = dist.get_rank(self.group) if self.group else 0
         self.size = dist.get_world_size(self.group) if self.group else 1
@@ -109,17 +110,7 @@ def forward(
     Raises ValueError, on every rank of the group, if any rank's ids are out of range or its scores are not finite.
     """
     acc = accumulation_dtype(x_TD.dtype)
-    num_local_experts = w1_EFD.shape[0]
-    tokens_per_rank = _publish_token_counts(topk_ids_TK, topk_scores_TK, num_local_experts * link.size, link)
-    plan = build_plan(
-        link.all_gather(topk_ids_TK, tokens_per_rank),
-        tokens_per_rank,
-        rank=link.rank,
-        num_local_experts=num_local_experts,
-    )
-    scores_NK = link.all_gather(topk_scores_TK, tokens_per_rank)
-    row_scores_R = scores_NK[plan.pulled_U[plan.row_token_R], plan.row_slot_R]
-
+    plan, row_scores_R = route(topk_ids_TK, topk_scores_TK, num_local_experts=w1_EFD.shape[0], link=link)
     x_rows_RD = pull(x_TD, plan, link)[plan.row_token_R]
     gate_RF, up_RF = gate_up(x_rows_RD, w1_EFD, w3_EFD, plan)
     h_RF = swiglu(gate_RF, up_RF).to(x_TD.dtype)
@@ -185,6 +176,21 @@ def backward(
 
 
 # ---- stages
+
+
+def route(
+    topk_ids_TK: torch.Tensor, topk_scores_TK: torch.Tensor, *, num_local_experts: int, link: Link
+) -> tuple[RoutingPlan, torch.Tensor]:
+    """The routing plan, and the score of each of its rows (``[R]``). Raises as :func:`forward` does."""
+    tokens_per_rank = _publish_token_counts(topk_ids_TK, topk_scores_TK, num_local_experts * link.size, link)
+    plan = build_plan(
+        link.all_gather(topk_ids_TK, tokens_per_rank),
+        tokens_per_rank,
+        rank=link.rank,
+        num_local_experts=num_local_experts,
+    )
+    scores_NK = link.all_gather(topk_scores_TK, tokens_per_rank)
+    return plan, scores_NK[plan.pulled_U[plan.row_token_R], plan.row_slot_R]
 
 
 def pull(x_TD: torch.Tensor, plan: RoutingPlan, link: Link) -> torch.Tensor:

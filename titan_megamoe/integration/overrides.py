@@ -20,10 +20,16 @@ from .routing import UniformRouter
 
 @override(target=RoutedExperts.Config, exact=True, description="fused, overlapped expert parallelism")
 def mega_moe(
-    cfg: RoutedExperts.Config, *, precision: str = "bf16", saved: str = "activations", backend: str = "auto"
+    cfg: RoutedExperts.Config,
+    *,
+    precision: str = "bf16",
+    saved: str = "activations",
+    backend: str = "auto",
+    capacity: float | None = None,
 ) -> MegaMoERoutedExperts.Config:
     """Options as in ``[model.moe.dispatch]``."""
-    return derive(cfg, MegaMoERoutedExperts.Config, precision=precision, saved=saved, backend=backend)
+    options = {"precision": precision, "saved": saved, "backend": backend, "capacity": capacity}
+    return derive(cfg, MegaMoERoutedExperts.Config, **options)
 
 
 @override(target=SelectiveAC.Config, exact=True, description="selective checkpointing that saves mega_moe's outputs")

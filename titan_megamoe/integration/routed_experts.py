@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch._dynamo
+import torchtitan.tools.utils
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 
@@ -24,6 +25,7 @@ class MegaMoERoutedExperts(RoutedExperts):
         precision: str = "bf16"
         saved: str = "activations"
         backend: str = "auto"
+        capacity: float | None = None
 
     def __init__(self, config: Config):
         if type(config.inner_experts) is not GroupedExperts.Config:
@@ -36,7 +38,11 @@ class MegaMoERoutedExperts(RoutedExperts):
         check_precision(config.precision)
         self.precision = config.precision
         self.saved = config.saved
-        self.backend = select_backend(config.backend)
+        experts = config.inner_experts
+        # Resolved now: the model is built on the meta device, but trains on TorchTitan's.
+        device = torch.device(torchtitan.tools.utils.device_type)
+        self.backend = select_backend(config.backend, device, torch.bfloat16, experts.dim, experts.hidden_dim)
+        self.capacity = config.capacity
         self.ep_group: torch.distributed.ProcessGroup | None = None
         # The operator's saved outputs have as many rows as were routed here, which a compiled block must accept.
         torch._dynamo.config.capture_dynamic_output_shape_ops = True
@@ -67,6 +73,7 @@ class MegaMoERoutedExperts(RoutedExperts):
             precision=self.precision,
             saved=self.saved,
             backend=self.backend,
+            capacity=self.capacity,
         )
         return out_TD.type_as(x_BLD).view(B, L, D)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
+from .. import hopper
 from ..config.sections import DispatchSection
 from ..ops import check_precision
 
@@ -81,7 +82,7 @@ def _unreachable_peer(config) -> str | None:
 def _missing_for_mega_moe(config) -> str | None:
     if not config.training.disable_cuda_graphs:
         return (
-            "its reference backend counts rows on the host, which a CUDA graph cannot capture. "
+            "it counts rows on the host, which a CUDA graph cannot capture. "
             "Set training.disable_cuda_graphs = true."
         )
     if any(name.startswith("quantize.grouped_mm") for name in config.model.converters):
@@ -89,6 +90,9 @@ def _missing_for_mega_moe(config) -> str | None:
             "it has its own precisions and cannot run converted experts. Remove the quantize.grouped_mm converter from "
             "model.converters and set model.moe.dispatch.precision."
         )
+    uses_symmetric_memory = config.model.moe.dispatch.backend != "reference" and hopper.missing_on_this_machine() is None
+    if uses_symmetric_memory and config.parallelism.expert_parallel_degree > 1:
+        return _unreachable_peer(config)
     return None
 
 
@@ -129,7 +133,7 @@ STRATEGIES = {
         Strategy(
             name="mega_moe",
             summary="ours: dispatch, expert GEMMs and combine as one operator",
-            needs="nothing (reference backend); EP = 1 works",
+            needs="nothing; EP = 1 works. Fused on Hopper GPUs with peer access, plain PyTorch elsewhere",
             moe_comm_backend="standard",
             find_missing=_missing_for_mega_moe,
         ),
@@ -168,7 +172,7 @@ def override_imports(config) -> list[tuple[str, dict]]:
     named_by_user = {entry if isinstance(entry, str) else entry[0] for entry in config.override.imports}
     dispatch: DispatchSection = config.model.moe.dispatch
     if dispatch.type == "mega_moe":
-        options = {"precision": dispatch.precision, "saved": dispatch.saved, "backend": dispatch.backend}
+        options = {name: getattr(dispatch, name) for name in ("precision", "saved", "backend", "capacity")}
         entries.append((f"{_OVERRIDES}.mega_moe", options))
         if type(config.activation_checkpoint) is SelectiveAC.Config:
             entries.append((f"{_OVERRIDES}.selective_ac", {}))

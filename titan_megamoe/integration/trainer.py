@@ -13,6 +13,7 @@ from torchtitan.trainer import Trainer
 
 from ..config.errors import ConfigError
 from ..config.sections import ModelSection, QuantizeSection
+from ..ops import check_step
 from . import compat, datasets, strategies
 from .checkpoints import CheckedCheckpointManager
 from .model import build_model_spec, num_experts
@@ -34,6 +35,10 @@ class MegaMoETrainer(Trainer):
                 f"hf_assets_path = '{config.hf_assets_path}' holds a tokenizer of {needed} tokens, but {config.model.name} "
                 f"{config.model.flavor} embeds {vocab_size}. Use the model's own tokenizer, or a smaller one."
             )
+
+    def train_step(self, data_iterator) -> None:
+        super().train_step(data_iterator)
+        check_step()
 
 
 def default_config() -> MegaMoETrainer.Config:

@@ -1,0 +1,263 @@
+"""Check and time ``pull_gemm`` and ``gemm_push`` on one NVIDIA Hopper GPU.
+
+    python benchmarks/kernel_sweep.py --json sweep.json [--shapes qwen3-30b qwen3-235b ...] [--repeats 20]
+
+Random routing (top-k of uniform random numbers), random bf16 data, outputs poisoned with NaN before they are checked
+against fp32. With EP = 8 all ranks' buffers are in this GPU's memory and the kernels of one rank run: the experts and
+rows of one GPU of eight, with HBM in the place of NVLink.
+
+Per shape and kernel: "fused", the kernel; and its parts alone. "gemm" is the same kernel with its rows already in place
+(or without sending anything), "rows" moves rows without multiplying, "dense" is one matrix product of as many operations
+by PyTorch: the practical ceiling on this card at this moment, since its clock follows its power. TFLOP/s count real rows,
+not the padding of tiles. Times are medians of CUDA events around one launch, in ms, with minimum and maximum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from titan_megamoe.kernels import combine
+from titan_megamoe.kernels.gemm_push import gemm_push
+from titan_megamoe.kernels.plan import build_kernel_plan, read_sizes
+from titan_megamoe.kernels.plan_tables import BLOCK_M, Layout, LayerShape, PHASE_PUBLISHED, Rows, RowShape
+from titan_megamoe.kernels.pull_gemm import pull_gemm
+from titan_megamoe.kernels.tuning import tune_gemm_push, tune_pull_gemm
+from titan_megamoe.symmetric import virtual_workspaces
+
+QWEN3_30B = dict(dim=2048, hidden_dim=768, max_tokens=16384, top_k=8)
+QWEN3_235B = dict(dim=4096, hidden_dim=1536, max_tokens=16384, top_k=8)
+SHAPES = {
+    "qwen3-30b": LayerShape(ep_size=1, num_local_experts=128, **QWEN3_30B),
+    "qwen3-235b": LayerShape(ep_size=1, num_local_experts=128, **QWEN3_235B),
+    "qwen3-30b-ep8": LayerShape(ep_size=8, num_local_experts=16, **QWEN3_30B),
+    "qwen3-235b-ep8": LayerShape(ep_size=8, num_local_experts=16, **QWEN3_235B),
+}
+RANK = 3
+"""Whose kernels run, modulo the ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    shape: str
+    kernel: str
+    part: str
+    median_ms: float
+    min_ms: float
+    max_ms: float
+    tflops: float | None
+    """None where nothing is multiplied."""
+
+
+class Layer:
+    """One rank's share of a layer: inputs, plan, buffers, and the two kernels over them."""
+
+    def __init__(self, shape: LayerShape):
+        torch.manual_seed(0)
+        self.shape, self.rank = shape, RANK % shape.ep_size
+        e, dim, hidden_dim = shape.num_local_experts, shape.dim, shape.hidden_dim
+
+        def randn(*size: int, scale: float = 1.0) -> torch.Tensor:
+            return (torch.randn(*size, device="cuda") * scale).bfloat16()
+
+        tokens = [shape.max_tokens] * shape.ep_size
+        self.x_NTD = [randn(t, dim) for t in tokens]
+        self.ids_NTK = [torch.rand(t, shape.num_experts, device="cuda").topk(shape.top_k).indices for t in tokens]
+        self.scores_NTK = [torch.rand(t, shape.top_k, device="cuda") for t in tokens]
+        self.w1_EFD = randn(e, hidden_dim, dim, scale=dim**-0.5)
+        self.w3_EFD = randn(e, hidden_dim, dim, scale=dim**-0.5)
+        self.w2_EDF = randn(e, dim, hidden_dim, scale=hidden_dim**-0.5)
+
+        workspaces = virtual_workspaces(shape, "cuda")
+        for each in zip(workspaces, self.x_NTD, self.ids_NTK, self.scores_NTK):
+            combine.publish(*each)
+        for half in (combine.signal, combine.wait):
+            for workspace in workspaces:
+                half(workspace, PHASE_PUBLISHED)
+        self.workspace = workspaces[self.rank]
+        self.slots_PTD = [workspace.published.slots_PTD for workspace in workspaces]
+        self.plan, self.counters = build_kernel_plan(self.workspace)
+        self.sizes = read_sizes(self.plan, self.workspace)
+        num_rows = BLOCK_M * self.sizes.num_tiles
+        self.rows: Rows = Layout(Rows, RowShape(layer=shape, num_rows=num_rows, keeps_gate_up=True)).allocate("cuda")
+        self.out_TD = torch.empty(shape.max_tokens, dim, dtype=torch.bfloat16, device="cuda")
+        self.tiles_only = replace(self.plan, sizes=self.plan.sizes * torch.tensor([1, 0, 1, 1], device="cuda").int())
+        self.tokens_only = replace(self.plan, sizes=self.plan.sizes * torch.tensor([0, 1, 1, 1], device="cuda").int())
+
+    def reset(self, *, rows_in_place: bool = False, rows_done: bool = False) -> None:
+        """Zero the counters, or count all rows as pulled or as multiplied."""
+        for field in fields(self.counters):
+            getattr(self.counters, field.name).zero_()
+        if rows_in_place:
+            self.counters.arrival_M.copy_(self.plan.tile_rows_M)
+        if rows_done:
+            tuning = tune_gemm_push(
+                self.shape.dim, self.shape.hidden_dim, top_k=self.shape.top_k, ep_size=self.shape.ep_size
+            )
+            first_tiles = self.shape.dim // tuning.block_n - tuning.last_tiles
+            self.counters.done_M.fill_(first_tiles + (tuning.last_tiles << 16))
+
+    def pull_gemm(self, plan=None, *, saves: bool = False, **kwargs) -> None:
+        kept = dict(gate_RF=self.rows.gate_RF, up_RF=self.rows.up_RF) if saves else {}
+        pull_gemm(
+            plan or self.plan,
+            self.counters,
+            x_addresses_P=self.workspace.addresses.x_P,
+            w1_EFD=self.w1_EFD,
+            w3_EFD=self.w3_EFD,
+            pool_RD=self.rows.pool_RD,
+            h_RF=self.rows.h_RF,
+            fault=self.workspace.local.fault,
+            rank=self.rank,
+            deadline_seconds=2,
+            **kept,
+            **kwargs,
+        )
+
+    def gemm_push(self, plan=None, **kwargs) -> None:
+        if self.shape.ep_size == 1:
+            to = dict(out_TD=self.out_TD)
+        else:
+            to = dict(slots_addresses_P=self.workspace.addresses.slots_P, max_tokens=self.shape.max_tokens)
+        gemm_push(
+            plan or self.plan,
+            self.counters,
+            h_RF=self.rows.h_RF,
+            w2_EDF=self.w2_EDF,
+            y_RD=self.rows.y_RD,
+            fault=self.workspace.local.fault,
+            rank=self.rank,
+            deadline_seconds=2,
+            **to,
+            **kwargs,
+        )
+
+    def check(self) -> float:
+        """Run both kernels on poisoned outputs. Returns the sums' relative error; raises if any is missing or wrong."""
+        outputs = [t for t in (self.rows.pool_RD, self.rows.h_RF, self.rows.y_RD, self.out_TD) if t.numel()]
+        for tensor in outputs + [slots for slots in self.slots_PTD if slots.numel()]:
+            tensor.fill_(float("nan"))
+        self.reset()
+        self.pull_gemm()
+        self.gemm_push()
+        self.workspace.check()
+        ids_NK, scores_NK, x_ND = torch.cat(self.ids_NTK), torch.cat(self.scores_NTK), torch.cat(self.x_NTD)
+        local_NK = ids_NK - self.rank * self.shape.num_local_experts
+        expected_ND = torch.zeros(x_ND.shape, device="cuda")
+        for expert in range(self.shape.num_local_experts):
+            token, slot = (local_NK == expert).nonzero(as_tuple=True)
+            x = x_ND[token].float()
+            h = torch.nn.functional.silu(x @ self.w1_EFD[expert].float().T) * (x @ self.w3_EFD[expert].float().T)
+            expected_ND.index_add_(0, token, h @ self.w2_EDF[expert].float().T * scores_NK[token, slot, None])
+        if self.shape.ep_size == 1:
+            got_ND = self.out_TD
+        else:
+            got_ND = torch.cat([slots_PTD[self.rank] for slots_PTD in self.slots_PTD])
+        is_mine_N = ((local_NK >= 0) & (local_NK < self.shape.num_local_experts)).any(dim=1)
+        if not got_ND[~is_mine_N].isnan().all():
+            raise AssertionError("Rows of tokens without a local expert were written.")
+        error = ((got_ND.float() - expected_ND)[is_mine_N].norm() / expected_ND.norm()).item()
+        if not error < 1e-2:  # so that NaN fails, too
+            raise AssertionError(f"Relative error {error}.")
+        return error
+
+
+def time_ms(prepare: Callable[[], None], launch: Callable[[], None], repeats: int) -> list[float]:
+    events = []
+    for _ in range(repeats + 3):
+        prepare()
+        torch.cuda._sleep(1_000_000)  # about half a ms, in which the launch is queued: it is not timed
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        launch()
+        end.record()
+        events.append((begin, end))
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) for begin, end in events[3:]]
+
+
+def sweep(name: str, repeats: int) -> list[Result]:
+    layer = Layer(SHAPES[name])
+    shape, num_rows = layer.shape, layer.sizes.num_rows
+    print(f"{name}: {num_rows} rows of {layer.sizes.num_unique} tokens in {layer.sizes.num_tiles} tiles", flush=True)
+    print(f"  relative error {layer.check():.1e} against fp32", flush=True)
+    down_flops = 2.0 * num_rows * shape.dim * shape.hidden_dim
+    gate_up_flops = 2 * down_flops
+    rows_in_place = functools.partial(layer.reset, rows_in_place=True)
+    rows_done = functools.partial(layer.reset, rows_done=True)
+    x_RD = torch.randn(num_rows, shape.dim, device="cuda").bfloat16()
+    h_RF = torch.randn(num_rows, shape.hidden_dim, device="cuda").bfloat16()
+    w13 = torch.randn(shape.dim, 2 * shape.hidden_dim, device="cuda").bfloat16()
+    w2 = torch.randn(shape.hidden_dim, shape.dim, device="cuda").bfloat16()
+    runs = (
+        ("pull_gemm", "dense", layer.reset, lambda: x_RD @ w13, gate_up_flops),
+        ("pull_gemm", "fused", layer.reset, layer.pull_gemm, gate_up_flops),
+        ("pull_gemm", "saving gate, up", layer.reset, lambda: layer.pull_gemm(saves=True), gate_up_flops),
+        ("pull_gemm", "gemm", rows_in_place, lambda: layer.pull_gemm(layer.tiles_only), gate_up_flops),
+        ("pull_gemm", "rows", layer.reset, lambda: layer.pull_gemm(layer.tokens_only), None),
+        ("gemm_push", "dense", layer.reset, lambda: h_RF @ w2, down_flops),
+        ("gemm_push", "fused", layer.reset, layer.gemm_push, down_flops),
+        ("gemm_push", "gemm", layer.reset, lambda: layer.gemm_push(layer.tiles_only), down_flops),
+        ("gemm_push", "rows", rows_done, lambda: layer.gemm_push(layer.tokens_only), None),
+        ("both", "fused", layer.reset, lambda: (layer.pull_gemm(), layer.gemm_push()), 3 * down_flops),
+    )
+    results = []
+    for kernel, part, prepare, launch, flops in runs:
+        times = time_ms(prepare, launch, repeats)
+        layer.workspace.check()
+        median = statistics.median(times)
+        results.append(
+            Result(
+                shape=name,
+                kernel=kernel,
+                part=part,
+                median_ms=median,
+                min_ms=min(times),
+                max_ms=max(times),
+                tflops=flops and flops / median / 1e9,
+            )
+        )
+        rate = f"{results[-1].tflops:6.0f} TFLOP/s" if flops else ""
+        print(f"  {kernel:<10} {part:<16} {median:8.4f} [{min(times):8.4f}, {max(times):8.4f}] {rate}", flush=True)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--json", type=Path, required=True, help="where to write the results")
+    args = parser.parse_args()
+    results, tunings = [], {}
+    for name in args.shapes:
+        shape = SHAPES[name]
+        results += sweep(name, args.repeats)
+        tunings[name] = {
+            "pull_gemm": asdict(tune_pull_gemm(shape.dim, shape.hidden_dim)),
+            "gemm_push": asdict(
+                tune_gemm_push(shape.dim, shape.hidden_dim, top_k=shape.top_k, ep_size=shape.ep_size)
+            ),
+        }
+        torch.cuda.empty_cache()
+    report = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "repeats": args.repeats,
+        "tunings": tunings,
+        "results": [asdict(result) for result in results],
+    }
+    args.json.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Tables of what was measured, from the JSON files beside them: ``python benchmarks/render_results.py > docs/results/README.md``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+
+INTRODUCTION = """\
+# Results
+
+Generated from the JSON files in this folder by `python benchmarks/render_results.py`; each file holds its command, environment
+and every number.
+"""
+
+
+def render() -> str:
+    documents = {path.name: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+    parts = [INTRODUCTION]
+    steps = {name: d for name, d in documents.items() if "runs" in d}
+    layers = {name: d for name, d in documents.items() if "ceiling_tflops" in d}
+    if layers:
+        parts.append("## One layer's routed experts\n")
+        parts += [_layer_table(name, document) for name, document in layers.items()]
+    if steps:
+        parts.append("## Whole training steps\n")
+        parts += [_steps_table(name, document) for name, document in steps.items()]
+    return "\n".join(parts)
+
+
+def _environment(document: dict) -> str:
+    environment = document["environment"]
+    return f"{environment['gpus']} x {environment['gpu']}, torch {environment['torch']}, Triton {environment['triton']}, {environment['date']}"
+
+
+def _steps_table(name: str, document: dict) -> str:
+    first, last = document["measured_steps"]
+    lines = [
+        f"`{name}`: {document['config']}, {'compiled' if document['compile'] else 'eager'}, routing {document['routing']}; "
+        f"mean of steps {first} to {last}. {_environment(document)}.",
+        "",
+        "| run | s per step (min to max) | tokens/s per GPU | peak GiB | loss, first and last step |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for run, result in document["runs"].items():
+        if "error" in result:
+            lines.append(f"| {run} | failed: see the JSON | | | |")
+            continue
+        label = run + "".join(f" ({backend})" for backend in result["backend"])
+        losses = list(result["losses"].values())
+        lines.append(
+            f"| {label} | {result['seconds_per_step']:.4f} ({result['seconds_per_step_min']:.4f} to "
+            f"{result['seconds_per_step_max']:.4f}) | {result['tokens_per_second_per_gpu']:,.0f} | "
+            f"{result['peak_memory_gib']:.1f} | {losses[0]:.5f}, {losses[-1]:.5f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _layer_table(name: str, document: dict) -> str:
+    lines = [
+        f"`{name}`: {document['shape_name']}, {document['tokens']} tokens, EP = {document['ep_size']}, {document['routing']}; "
+        f"median of {document['repeats']}. Dense cuBLAS: {document['ceiling_tflops']:.0f} TFLOP/s. {_environment(document)}.",
+        "",
+        "| implementation | forward ms (min to max) | backward ms | full layer ms | forward TFLOP/s |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for implementation, result in document["results"].items():
+        if "error" in result:
+            lines.append(f"| {implementation} | failed: see the JSON | | | |")
+            continue
+        forward, both, full = (result[key] for key in ("forward", "forward_and_backward", "full_layer"))
+        lines.append(
+            f"| {implementation} | {forward['median']:.3f} ({forward['min']:.3f} to {forward['max']:.3f}) | "
+            f"{both['median'] - forward['median']:.3f} | {full['median']:.3f} | "
+            f"{document['forward_tflop'] / forward['median'] * 1e3:.0f} |"
+        )
+        if "stages" in result:
+            stages = ", ".join(f"{stage} {ms:.3f}" for stage, ms in result["stages"].items())
+            lines.append(f"| its stages, ms | {stages} | | | |")
+    chart = name.replace(".json", ".png")
+    if (RESULTS / chart).exists():
+        lines += ["", f"![{document['shape_name']}]({chart})"]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(render(), end="")

@@ -1,0 +1,139 @@
+"""Every variant of ``pull_gemm`` and ``gemm_push`` that the tuning table can choose compiles for Hopper without one, and
+keeps its data in registers."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
+
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from titan_megamoe.kernels.gemm_push import gemm_push_constants, gemm_push_kernel
+from titan_megamoe.kernels.pull_gemm import pull_gemm_constants, pull_gemm_kernel
+from titan_megamoe.kernels.tuning import (
+    GEMM_PUSH_ITEMS,
+    GEMM_PUSH_STAGES,
+    PULL_GEMM_STAGES,
+    tune_gemm_push,
+    tune_pull_gemm,
+)
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_MEMORY = 227 * 1024
+"""Bytes that a CTA can have on Hopper."""
+
+# D, F, K, P. Together they reach every entry of the table: asserted below.
+SHAPES = {
+    "Qwen3-30B EP=1": (2048, 768, 8, 1),
+    "Qwen3-30B EP=2": (2048, 768, 8, 2),
+    "Qwen3-30B EP=8": (2048, 768, 8, 8),
+    "Qwen3-235B EP=1": (4096, 1536, 8, 1),
+    "Qwen3-235B EP=8": (4096, 1536, 8, 8),
+    "D=7168 EP=72": (7168, 2048, 8, 72),
+    "smallest": (64, 64, 1, 1),
+    "K=32, odd multiples of 64": (1984, 192, 32, 4),
+    "K=32 EP=1": (2880, 2880, 32, 1),
+    "K=32 EP=16": (1984, 320, 32, 16),
+    "K=32 EP=64": (2944, 448, 32, 64),
+}
+pytestmark = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+
+
+def matrix(rows: int, columns: int) -> str:
+    """The signature of a bf16 tile descriptor."""
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
+    return f"tensordesc<bf16[{rows}, {columns}],{layout!r}>"
+
+
+def compile_kernel(kernel, descriptors: dict[str, str], pointers: dict[str, str], constants: dict):
+    """Compile ``kernel``; every parameter that is not an int32 is named in one of the three dicts."""
+    given = {**descriptors, **{name: f"*{type}" for name, type in pointers.items()}, **dict.fromkeys(constants, "constexpr")}
+    signature = {name: given.pop(name, "i32") for name in kernel.arg_names}
+    assert not given, f"{kernel.__name__} has no parameters {sorted(given)}"
+    constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    # Tensors come aligned to 16 bytes at least; a launch finds that out by itself.
+    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers}
+    source = GluonASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
+    return triton.compile(source, target=HOPPER, options={"num_warps": 4})
+
+
+def check(compiled, *, registers: tuple[int, int, int], block_n: int) -> None:
+    ptx = compiled.asm["ptx"]
+    used = resources(compiled)
+    assert used["STACK"] == used["LOCAL"] == 0, used
+    assert ".local" not in ptx
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    # 512 threads: two consumers, the communication warps, the rest.
+    assert compiled.metadata.num_warps == 16
+    granted = {int(count) for count in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)}
+    assert {*registers, 512 - sum(registers)} <= granted
+    assert f"wgmma.mma_async.sync.aligned.m64n{min(block_n, 128)}k16" in ptx
+    assert "cp.async.bulk.tensor" in ptx and "ld.acquire.gpu" in ptx and "globaltimer" in ptx
+
+
+def resources(compiled) -> dict[str, int]:
+    """Registers, stack and local memory of a compiled kernel, as the disassembler reports them."""
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = os.path.join(folder, "kernel.cubin")
+        Path(cubin).write_bytes(compiled.asm["cubin"])
+        usage = subprocess.run([cuobjdump, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+
+
+@pytest.mark.parametrize("saves_gate_up", [False, True])
+def test_pull_gemm(shape, saves_gate_up):
+    dim, hidden_dim, top_k, ep_size = shape
+    tuning = tune_pull_gemm(dim, hidden_dim)
+    n = tuning.block_n
+    int32 = "sizes expert_start_e1 tile_expert_M tile_rows_M pull_rows_UK arrival_M queue fault"
+    compiled = compile_kernel(
+        pull_gemm_kernel,
+        dict(pool_desc=matrix(128, 64), half_pool_desc=matrix(64, 64), w1_desc=matrix(n, 64), w3_desc=matrix(n, 64))
+        | dict(h_desc=matrix(64, n), gate_desc=matrix(64, n), up_desc=matrix(64, n)),
+        dict.fromkeys(int32.split(), "i32") | dict(pull_source_U="i64", x_addresses_P="i64", pool_RD="bf16"),
+        pull_gemm_constants(
+            tuning, dim=dim, hidden_dim=hidden_dim, top_k=top_k, ep_size=ep_size, saves_gate_up=saves_gate_up
+        ),
+    )
+    check(compiled, registers=tuning.registers, block_n=n)
+    ptx = compiled.asm["ptx"]
+    assert re.search(r"ld\.global\S*\.v4", ptx) and "st.global.v4" in ptx, "rows are copied 16 bytes at a time"
+    assert ptx.count("fence.proxy.async.global") >= 2, "on the writing and on the reading side"
+
+
+def test_gemm_push(shape):
+    dim, hidden_dim, top_k, ep_size = shape
+    tuning = tune_gemm_push(dim, hidden_dim, top_k=top_k, ep_size=ep_size)
+    n = tuning.block_n
+    int32 = "sizes expert_start_e1 tile_expert_M tile_rows_M send_order_U pull_rows_UK done_M queue fault"
+    compiled = compile_kernel(
+        gemm_push_kernel,
+        dict(h_desc=matrix(128, 64), half_h_desc=matrix(64, 64), w2_desc=matrix(n, 64), y_desc=matrix(64, n)),
+        dict.fromkeys(int32.split(), "i32")
+        | dict(pull_source_U="i64", pull_scores_UK="fp32", y_RD="bf16", out_TD="bf16", slots_addresses_P="i64"),
+        gemm_push_constants(tuning, dim=dim, hidden_dim=hidden_dim, top_k=top_k, ep_size=ep_size),
+    )
+    check(compiled, registers=tuning.registers, block_n=n)
+    ptx = compiled.asm["ptx"]
+    assert re.search(r"ld\.global\S*\.v4", ptx) and "st.global.v4" in ptx, "rows are read and sent 16 bytes at a time"
+    assert re.search(r"cp\.async\.bulk\.wait_group\s+0", ptx), "tiles are counted when they are in memory"
+
+
+def test_the_shapes_reach_the_whole_table(shape):
+    del shape
+    pulls = [tune_pull_gemm(dim, hidden_dim) for dim, hidden_dim, _, _ in SHAPES.values()]
+    pushes = [tune_gemm_push(d, f, top_k=k, ep_size=p) for d, f, k, p in SHAPES.values()]
+    assert {tuning.block_n for tuning in pulls} == set(PULL_GEMM_STAGES)
+    assert {tuning.block_n for tuning in pushes} == set(GEMM_PUSH_STAGES)
+    assert {tuning.routes for tuning in pushes} == set(GEMM_PUSH_ITEMS)
+    assert {tuning.last_tiles > 0 for tuning in pushes} == {True, False}

@@ -1,0 +1,247 @@
+"""What the two GEMM kernels share: work handed from a scheduler warp to the other warps, waits with a deadline, fences.
+
+Both kernels are persistent and warp-specialised. One CTA per SM runs these roles side by side:
+
+    scheduler  1 warp         claims tiles from an atomic queue, ahead of need, and hands them out through a work ring
+    producer   1 warp         loads the operands of each tile into shared memory by TMA, STAGES steps ahead
+    consumers  2 warpgroups   multiply: the first has rows 0..63 of each tile, the second rows 64..127
+    communication warps       move rows between ranks; they claim work of their own
+
+The scheduler exists because a claim is a chain of dependent accesses to global memory (queue, tables, counters), about
+3 us, in which a producer that did it itself would not load: that cost 13% when it was tried.
+
+Items are claimed in an order in which each waits only for items claimed before it, by whoever is resident, so any number
+of CTAs makes progress, even one. A wait for another CTA (a count in global memory) has a deadline; past it the role that
+waited records what for, and ends, and so do those it hands work to. Waits within a CTA (mbarriers) need none: each ends
+when the CTA's own loads, products and roles do.
+
+Shape suffixes are those of ``plan_tables.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from . import plan_tables
+
+BLOCK_M = gl.constexpr(plan_tables.BLOCK_M)
+"""Rows of a tile."""
+
+HALF_M = gl.constexpr(plan_tables.BLOCK_M // 2)
+"""Rows of a tile that one consumer warpgroup computes."""
+
+BLOCK_K = gl.constexpr(64)
+"""Depth of one step of the main loop: 128 bytes of bf16, the widest swizzle of shared memory."""
+
+RING_SLOTS = gl.constexpr(2)
+"""Tiles handed out and not yet finished: one being multiplied, one next. More would be claimed too early at the end, by
+CTAs that are still busy, while others have nothing left."""
+
+STOP = gl.constexpr(-1)
+"""In the work ring: there are no more tiles (or a wait failed)."""
+
+_FAULT_DEADLINE = gl.constexpr(plan_tables.FAULT_DEADLINE)
+
+DEFAULT_DEADLINE_SECONDS = 10.0
+"""How long a role waits for another one of the same kernel; they differ by microseconds."""
+
+_MAX_DEADLINE_SECONDS = 2000.0
+
+
+# ---- launching
+
+
+@functools.cache
+def sm_count(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def tile_descriptor(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """How the copy engine reads or writes ``[rows, columns]`` tiles of a bf16 matrix."""
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
+    return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
+
+
+def check_tensor(kernel: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raise ValueError unless ``tensor`` is as the kernel reads it: contiguous, of that shape and dtype."""
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+        layout = "contiguous" if tensor.is_contiguous() else f"strides {tensor.stride()}"
+        raise ValueError(
+            f"{kernel}: {name} is {tuple(tensor.shape)} {tensor.dtype}, {layout}; expected {shape} {dtype}, contiguous."
+        )
+
+
+def check_sizes(kernel: str, num_rows: int, dim: int, hidden_dim: int, num_experts: int, top_k: int) -> None:
+    for name, size in (("D", dim), ("F", hidden_dim)):
+        if size % BLOCK_K.value:
+            raise ValueError(f"{kernel}: {name} = {size} is not a multiple of {BLOCK_K.value}. Pad the model's.")
+    if num_rows % BLOCK_M.value:
+        raise ValueError(f"{kernel}: R = {num_rows} rows; the pool's must be a multiple of {BLOCK_M.value}.")
+    if not 1 <= top_k <= plan_tables.MAX_TOP_K:
+        raise ValueError(f"{kernel}: the plan has K = {top_k}; 1 to {plan_tables.MAX_TOP_K} routes are supported.")
+    if not 1 <= num_experts < 2**16:
+        raise ValueError(f"{kernel}: {num_experts} local experts; 1 to {2**16 - 1} are supported.")
+
+
+def deadline_in_us(kernel: str, deadline_seconds: float) -> int:
+    if not 0 < deadline_seconds <= _MAX_DEADLINE_SECONDS:
+        raise ValueError(
+            f"{kernel}: deadline_seconds = {deadline_seconds}. Pass more than 0, at most {_MAX_DEADLINE_SECONDS}."
+        )
+    return max(1, int(deadline_seconds * 1e6))
+
+
+def grid_size(kernel: str, num_sms: int | None, device: torch.device) -> int:
+    available = sm_count(device)
+    if num_sms is None:
+        return available
+    if not 1 <= num_sms <= available:
+        raise ValueError(
+            f"{kernel}: num_sms = {num_sms}, but the device has {available}. Pass 1 to {available}, or None for all."
+        )
+    return num_sms
+
+
+# ---- tiles and the work ring
+
+
+@gluon.jit
+def pack_tile(m, n, expert, rows):
+    """A tile as one int64, at least 0: rows in 8 bits, column tile in 16, expert in 16, row tile in the rest."""
+    return (m.to(gl.int64) << 40) | (expert.to(gl.int64) << 24) | (n.to(gl.int64) << 8) | rows.to(gl.int64)
+
+
+@gluon.jit
+def unpack_tile(tile):
+    """``m, n, expert, rows`` of :func:`pack_tile`."""
+    m = (tile >> 40).to(gl.int32)
+    expert = ((tile >> 24) & 0xFFFF).to(gl.int32)
+    n = ((tile >> 8) & 0xFFFF).to(gl.int32)
+    return m, n, expert, (tile & 0xFF).to(gl.int32)
+
+
+@gluon.jit
+def await_free_slot(ring_empty, count):
+    """Scheduler: wait until the ring has room for its ``count``-th tile."""
+    mbarrier.wait(ring_empty.index(count % RING_SLOTS), ((count // RING_SLOTS) & 1) ^ 1)
+
+
+@gluon.jit
+def hand_out(tile, ring, ring_full, count):
+    """Scheduler: give ``tile`` (or STOP) to the other roles as the ``count``-th."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    ring.index(count % RING_SLOTS).store(gl.full([1], 0, gl.int64, layout) + tile)
+    mbarrier.arrive(ring_full.index(count % RING_SLOTS), count=1)
+
+
+@gluon.jit
+def receive_tile(ring, ring_full, count):
+    """Other roles: wait for the ``count``-th tile. Its slot stays taken until :func:`finish_tile`."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    mbarrier.wait(ring_full.index(count % RING_SLOTS), (count // RING_SLOTS) & 1)
+    return gl.max(ring.index(count % RING_SLOTS).load(layout), axis=0)
+
+
+@gluon.jit
+def finish_tile(ring_empty, count):
+    """Other roles: the ``count``-th tile's slot may be reused. Once all have said so, the scheduler claims again."""
+    mbarrier.arrive(ring_empty.index(count % RING_SLOTS), count=1)
+
+
+@gluon.jit
+def tile_in_turn(index, tile_expert_M, expert_start_e1, EP_SIZE: gl.constexpr):
+    """The row tile to compute as the ``index``-th: expert after expert, and in an expert the owner ranks take turns.
+
+    An expert's rows lie owner after owner, but they arrive from all owners at once, and tokens are sent to all owners
+    in turn. In the order of the rows, the first tiles of the last owner would wait for the last tiles of the first.
+    Where an owner's tiles begin is taken to be where even routing puts it: a wrong guess costs time only.
+    """
+    expert = gl.load(tile_expert_M + index)
+    m = index
+    if EP_SIZE > 1:
+        first = gl.load(expert_start_e1 + expert) // BLOCK_M
+        num_tiles = gl.load(expert_start_e1 + expert + 1) // BLOCK_M - first
+        each = num_tiles // EP_SIZE
+        rest = num_tiles % EP_SIZE  # so many of the first owners have one tile more than each
+        owner = (index - first) % EP_SIZE
+        turn = (index - first) // EP_SIZE
+        m = first + owner * each + gl.minimum(owner, rest) + turn
+    return m, expert
+
+
+# ---- memory order
+
+
+@gluon.jit
+def claim(queue, count):
+    """The first of the next ``count`` items of an atomic queue. Who claims what is all that depends on chance."""
+    return gl.atomic_add(queue, count, sem="relaxed", scope="gpu")
+
+
+@gluon.jit
+def load_acquire(address):
+    """int32 at ``address`` (a pointer or a tensor of them); later loads see what its writer had written before it."""
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def fence_async_global():
+    """Order ordinary accesses to global memory and those of the copy engine (TMA), before and after."""
+    gl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def wait_for_tma_stores():
+    """Wait until this thread's TMA stores are complete in global memory; ``tma.store_wait`` waits only until they have
+    read shared memory."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+# ---- waits with a deadline
+
+
+@gluon.jit
+def clock_ns():
+    return gl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=gl.int64, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pause():
+    """Between two looks at a counter: a spinning warp draws power, and power is what limits the clock of a busy GPU."""
+    gl.inline_asm_elementwise("nanosleep.u32 200; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def await_count(counter, want, deadline_us):
+    """Wait until ``counter`` reaches ``want``, or until the deadline. Returns what it holds."""
+    have = load_acquire(counter)
+    if have < want:
+        begin = clock_ns()
+        while (have < want) & (clock_ns() - begin < deadline_us.to(gl.int64) * 1000):
+            pause()
+            have = load_acquire(counter)
+    return have
+
+
+@gluon.jit
+def record_late(fault, rank, KERNEL: gl.constexpr, PHASE: gl.constexpr, item, have, want):
+    """Fill in the fault record (``plan_tables.FAULT_FIELDS``) for a missed deadline, unless it holds another fault."""
+    if gl.atomic_cas(fault, 0, _FAULT_DEADLINE) == 0:
+        gl.store(fault + 1, rank)
+        gl.store(fault + 2, KERNEL)
+        gl.store(fault + 3, PHASE)
+        gl.store(fault + 4, item)
+        gl.store(fault + 5, have)
+        gl.store(fault + 6, want)

@@ -1,0 +1,696 @@
+"""``gemm_push``: multiply h by W2, add up each token's rows weighted by the router's scores, and send the sum to the
+token's owner.
+
+    y[r] = h[r] W2[expert]^T                                        for every row r of the pool, rounded to bf16
+    slots[my rank, token] (at the owner) = sum over the token's local routes, in route order, of score * y[row]
+
+A row's way through the kernel (roles: see ``common.py``):
+
+    the scheduler           claims tiles and hands them out: nothing to wait for, h is complete
+    the producer            loads [128, 64] of h and [BLOCK_N, 64] of W2, step by step along F
+    the consumers           multiply, and put their 64 rows of y into shared memory
+    the store warp          writes them to y by TMA and, once they are in memory, counts the column tile as done
+    a communication warp    claims tokens from the send list, waits until the tiles of their rows are done, reads the
+                            rows, adds them up in fp32, rounds once, writes the sums to the owners' memory
+
+A token can be sent when its last expert is done. With top-8 of 128 experts on one rank that is late: half of the tokens
+have a route among the last 8% of the experts. Two things shorten that tail. The columns of y are computed in two passes,
+all experts for the first half of the columns, then all for the second, so that the first half is sent while the second
+is multiplied. And consumers that find no more tiles turn into communication warps.
+
+y is rounded to bf16 before the scores are applied, one rounding more than in ``reference.py``: fp32 would double the
+traffic of what is already the most memory-bound part of the layer. Rounding is relative, so the scores do not change its
+error.
+
+Shape suffixes are those of ``plan_tables.py``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from . import plan_tables
+from .common import (
+    await_free_slot,
+    BLOCK_K,
+    BLOCK_M,
+    check_sizes,
+    check_tensor,
+    claim,
+    clock_ns,
+    deadline_in_us,
+    DEFAULT_DEADLINE_SECONDS,
+    fence_async_global,
+    finish_tile,
+    grid_size,
+    HALF_M,
+    hand_out,
+    load_acquire,
+    pack_tile,
+    pause,
+    receive_tile,
+    record_late,
+    RING_SLOTS,
+    STOP,
+    tile_descriptor,
+    tile_in_turn,
+    unpack_tile,
+    wait_for_tma_stores,
+)
+from .plan_tables import Counters, KernelPlan
+from .tuning import GemmPushTuning, tune_gemm_push
+
+
+def gemm_push(
+    plan: KernelPlan,
+    counters: Counters,
+    *,
+    h_RF: torch.Tensor,  # noqa: N803
+    w2_EDF: torch.Tensor,  # noqa: N803
+    y_RD: torch.Tensor,  # noqa: N803
+    out_TD: torch.Tensor | None = None,  # noqa: N803
+    slots_addresses_P: torch.Tensor | None = None,  # noqa: N803
+    max_tokens: int = 0,
+    fault: torch.Tensor,
+    rank: int = 0,
+    num_sms: int | None = None,
+    deadline_seconds: float = DEFAULT_DEADLINE_SECONDS,
+    tuning: GemmPushTuning | None = None,
+) -> None:
+    """Launch the kernel on the current stream. All tensors are on one device, contiguous; R is a multiple of BLOCK_M.
+
+    Args:
+        plan: the routing plan that ``h_RF`` was computed with.
+        counters: those of ``pull_gemm``, or zeroed. ``done_M`` and ``queue[2:5]`` are used up.
+        h_RF: bf16 ``[R, F]``.
+        w2_EDF: bf16 ``[e, D, F]``, this rank's experts. D and F are multiples of 64.
+        y_RD: bf16 ``[R, D]``, written: each row's h W2^T. Padding rows may be written, with anything.
+        out_TD: with one rank: bf16 ``[T, D]``, written where a token has a route, which is everywhere.
+        slots_addresses_P: with several ranks: int64 ``[P]``, address of each rank's slots, bf16 ``[P, max_tokens, D]``,
+            16-byte aligned; the row of token t of owner o is written to slots ``[rank, t]`` of o.
+        max_tokens: with several ranks: of the slots.
+        fault: int32, at least 7: the record of a missed deadline (``plan_tables.FAULT_FIELDS``).
+        rank: this rank.
+        num_sms: SMs to occupy, one CTA each; None: all. The result does not depend on it.
+        deadline_seconds: how long to wait for the rows of a token before giving up.
+        tuning: None: from the table.
+
+    Raises:
+        ValueError: a shape, dtype or layout is not as described.
+    """
+    num_rows, hidden_dim = h_RF.shape
+    num_experts, dim, _ = w2_EDF.shape
+    top_k = plan.pull_rows_UK.shape[1]
+    if (out_TD is None) == (slots_addresses_P is None):
+        raise ValueError("gemm_push: pass out_TD (with one rank) or slots_addresses_P (with several).")
+    check_tensor("gemm_push", "h_RF", h_RF, (num_rows, hidden_dim), torch.bfloat16)
+    check_tensor("gemm_push", "w2_EDF", w2_EDF, (num_experts, dim, hidden_dim), torch.bfloat16)
+    check_tensor("gemm_push", "y_RD", y_RD, (num_rows, dim), torch.bfloat16)
+    check_sizes("gemm_push", num_rows, dim, hidden_dim, num_experts, top_k)
+    if out_TD is not None:
+        check_tensor("gemm_push", "out_TD", out_TD, (out_TD.shape[0], dim), torch.bfloat16)
+    if num_rows == 0:
+        return
+
+    ep_size = 1 if slots_addresses_P is None else slots_addresses_P.numel()
+    tuning = tuning or tune_gemm_push(dim, hidden_dim, top_k=top_k, ep_size=ep_size)
+    gemm_push_kernel[(grid_size("gemm_push", num_sms, h_RF.device),)](
+        tile_descriptor(h_RF, BLOCK_M.value, BLOCK_K.value),
+        tile_descriptor(h_RF, HALF_M.value, BLOCK_K.value),
+        tile_descriptor(w2_EDF.view(-1, hidden_dim), tuning.block_n, BLOCK_K.value),
+        tile_descriptor(y_RD, HALF_M.value, tuning.block_n),
+        plan.sizes,
+        plan.expert_start_e1,
+        plan.tile_expert_M,
+        plan.tile_rows_M,
+        plan.send_order_U,
+        plan.pull_source_U,
+        plan.pull_rows_UK,
+        plan.pull_scores_UK,
+        y_RD,
+        counters.done_M,
+        y_RD if out_TD is None else out_TD,
+        counters.queue if slots_addresses_P is None else slots_addresses_P,
+        max_tokens,
+        counters.queue,
+        fault,
+        rank,
+        deadline_in_us("gemm_push", deadline_seconds),
+        **gemm_push_constants(tuning, dim=dim, hidden_dim=hidden_dim, top_k=top_k, ep_size=ep_size),
+        num_warps=4,
+    )
+
+
+def gemm_push_constants(
+    tuning: GemmPushTuning, *, dim: int, hidden_dim: int, top_k: int, ep_size: int
+) -> dict[str, int | bool]:
+    """What the kernel is compiled for."""
+    consumer, comm, other = tuning.registers
+    return {
+        "DIM": dim,
+        "HIDDEN": hidden_dim,
+        "TOP_K": top_k,
+        "EP_SIZE": ep_size,
+        "BLOCK_N": tuning.block_n,
+        "STAGES": tuning.stages,
+        "FIRST_TILES": dim // tuning.block_n - tuning.last_tiles,
+        "COMM_WARPS": tuning.comm_warps,
+        "WARP_TOKENS": tuning.tokens,
+        "ROUTES": tuning.routes,
+        "COLUMNS": tuning.columns,
+        "CONSUMER_REGS": consumer,
+        "COMM_REGS": comm,
+        "OTHER_REGS": other,
+    }
+
+
+# ---- the kernel
+
+_KERNEL = gl.constexpr(plan_tables.KERNEL_GEMM_PUSH)
+_PHASE_DONE = gl.constexpr(plan_tables.PHASE_DONE)
+_TILE_QUEUE, _SEND_QUEUE = gl.constexpr(2), gl.constexpr(3)  # and the one after it, for the second pass
+
+_SECOND_PASS = gl.constexpr(1 << 16)
+"""What a column tile of the second pass adds to ``done_M``: it may overtake the last ones of the first."""
+
+
+@gluon.jit
+def _schedule(planned, queue, tiles, EP_SIZE: gl.constexpr, TILES_N: gl.constexpr, FIRST_TILES: gl.constexpr):
+    """Scheduler: hand out all tiles of the first pass, then all of the second. Within a pass, those that share their rows
+    come one after the other."""
+    sizes, expert_start_e1, tile_expert_M, tile_rows_M = planned
+    ring, ring_full, ring_empty = tiles
+    LAST_TILES: gl.constexpr = TILES_N - FIRST_TILES
+    num_tiles = gl.load(sizes) * TILES_N
+    first_pass = gl.load(sizes) * FIRST_TILES
+    count = 0
+    tile = gl.to_tensor(0).to(gl.int64)
+    while tile >= 0:
+        await_free_slot(ring_empty, count)
+        index = claim(queue + _TILE_QUEUE, 1)
+        tile = gl.to_tensor(STOP).to(gl.int64)
+        if index < num_tiles:
+            row_tile = index // FIRST_TILES
+            n = index % FIRST_TILES
+            if LAST_TILES > 0:
+                if index >= first_pass:
+                    row_tile = (index - first_pass) // LAST_TILES
+                    n = FIRST_TILES + (index - first_pass) % LAST_TILES
+            m, expert = tile_in_turn(row_tile, tile_expert_M, expert_start_e1, EP_SIZE)
+            tile = pack_tile(m, n, expert, gl.load(tile_rows_M + m))
+        hand_out(tile, ring, ring_full, count)
+        count += 1
+
+
+@gluon.jit
+def _load(
+    descs,
+    operands,
+    stages,
+    tiles,
+    DIM: gl.constexpr,
+    NUM_STEPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):
+    """Producer: load the operands of each tile, up to STAGES steps ahead of the consumers."""
+    h_desc, half_h_desc, w2_desc = descs
+    h_bufs, w2_bufs = operands
+    stage_full, stage_empty = stages
+    ring, ring_full, ring_empty = tiles
+    step = 0
+    count = 0
+    tile = receive_tile(ring, ring_full, count)
+    while tile >= 0:
+        m, n, expert, rows = unpack_tile(tile)
+        row = m * BLOCK_M
+        weight_row = expert * DIM + n * BLOCK_N
+        for k in range(NUM_STEPS):
+            stage = step % STAGES
+            mbarrier.wait(stage_empty.index(stage), ((step // STAGES) & 1) ^ 1)
+            full = stage_full.index(stage)
+            h_buf = h_bufs.index(stage)
+            if rows > HALF_M:
+                mbarrier.expect(full, w2_desc.block_type.nbytes + h_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(h_desc, [row, k * BLOCK_K], full, h_buf)
+            else:
+                mbarrier.expect(full, w2_desc.block_type.nbytes + half_h_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(half_h_desc, [row, k * BLOCK_K], full, h_buf.slice(0, HALF_M))
+            tma.async_copy_global_to_shared(w2_desc, [weight_row, k * BLOCK_K], full, w2_bufs.index(stage))
+            step += 1
+        finish_tile(ring_empty, count)
+        count += 1
+        tile = receive_tile(ring, ring_full, count)
+
+
+@gluon.jit
+def _multiply(
+    HALF: gl.constexpr,  # which half of each tile's rows
+    consumer,
+    NUM_STEPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):
+    """Consumer: 64 rows x BLOCK_N columns of y, tile after tile.
+
+    The two consumers share one buffer for y and take turns, the first one first. So they drift apart until one multiplies
+    while the other empties its accumulators, and the tensor cores do not wait.
+    """
+    operands, y_buf, turns, y_full, stages, tiles = consumer
+    h_bufs, w2_bufs = operands
+    stage_full, stage_empty = stages
+    ring, ring_full, ring_empty = tiles
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, min(BLOCK_N, 128), 16]
+    )
+    step = 0
+    count = 0
+    tile = receive_tile(ring, ring_full, count)
+    while tile >= 0:
+        m, n, expert, rows = unpack_tile(tile)
+        if rows > HALF * HALF_M:
+            y = gl.zeros([HALF_M, BLOCK_N], gl.float32, layout)
+            for k in range(NUM_STEPS):
+                stage = step % STAGES
+                mbarrier.wait(stage_full.index(stage), (step // STAGES) & 1)
+                h = h_bufs.index(stage).slice(HALF * HALF_M, HALF_M)
+                y = warpgroup_mma(h, w2_bufs.index(stage).permute((1, 0)), y, is_async=True)
+                # One product stays in flight. That of the step before is done, so its stage can be loaded again.
+                y = warpgroup_mma_wait(1, deps=(y,))
+                if k > 0:
+                    mbarrier.arrive(stage_empty.index((step - 1) % STAGES), count=1)
+                step += 1
+            y = warpgroup_mma_wait(0, deps=(y,))
+            mbarrier.arrive(stage_empty.index((step - 1) % STAGES), count=1)
+            finish_tile(ring_empty, count)
+            _await_turn(HALF, turns, count)
+            y_buf.store(y.to(gl.bfloat16))
+            fence_async_shared()
+        else:
+            # The tile has no rows in this half: leave the tensor cores to the other one.
+            for k in range(NUM_STEPS):
+                mbarrier.wait(stage_full.index(step % STAGES), (step // STAGES) & 1)
+                mbarrier.arrive(stage_empty.index(step % STAGES), count=1)
+                step += 1
+            finish_tile(ring_empty, count)
+            _await_turn(HALF, turns, count)
+        mbarrier.arrive(y_full.index(HALF), count=1)
+        count += 1
+        tile = receive_tile(ring, ring_full, count)
+
+
+@gluon.jit
+def _multiply_and_send(
+    HALF: gl.constexpr,
+    consumer,
+    sent,
+    NUM_STEPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    DIM: gl.constexpr,
+    TOP_K: gl.constexpr,
+    EP_SIZE: gl.constexpr,
+    TILES_N: gl.constexpr,
+    FIRST_TILES: gl.constexpr,
+    WARP_TOKENS: gl.constexpr,
+    ROUTES: gl.constexpr,
+    COLUMNS: gl.constexpr,
+):
+    """Consumer; once there are no more tiles, a communication warp in each of its four."""
+    _multiply(HALF, consumer, NUM_STEPS, STAGES, BLOCK_N)
+    _send(sent, DIM, TOP_K, EP_SIZE, TILES_N, FIRST_TILES, WARP_TOKENS, ROUTES, COLUMNS)
+
+
+@gluon.jit
+def _await_turn(HALF: gl.constexpr, turns, count):
+    """Wait until the other consumer's rows have left the buffer. The first consumer has the first turn as a gift."""
+    if HALF == 0:
+        mbarrier.wait(turns.index(0), (count & 1) ^ 1)
+    else:
+        mbarrier.wait(turns.index(1), count & 1)
+
+
+@gluon.jit
+def _store(stored, tiles, BLOCK_N: gl.constexpr, FIRST_TILES: gl.constexpr):
+    """Store warp: write tiles of y from shared memory, one half after the other, and count those that are complete."""
+    y_desc, y_buf, turns, y_full, done_M = stored
+    ring, ring_full, ring_empty = tiles
+    count = 0
+    tile = receive_tile(ring, ring_full, count)
+    while tile >= 0:
+        m, n, expert, rows = unpack_tile(tile)
+        finish_tile(ring_empty, count)
+        for half in gl.static_range(2):
+            mbarrier.wait(y_full.index(half), count & 1)
+            if rows > half * HALF_M:
+                tma.async_copy_shared_to_global(y_desc, [m * BLOCK_M + half * HALF_M, n * BLOCK_N], y_buf)
+                tma.store_wait(0)  # the buffer has been read
+            mbarrier.arrive(turns.index(1 - half), count=1)
+        wait_for_tma_stores()
+        fence_async_global()  # written by the copy engine, to be read by ordinary loads
+        gl.thread_barrier()
+        gl.atomic_add(done_M + m, 1 if n < FIRST_TILES else _SECOND_PASS, sem="release", scope="gpu")
+        count += 1
+        tile = receive_tile(ring, ring_full, count)
+
+
+@gluon.jit
+def _count_done(done_M, tile, column_pass):
+    """How many column tiles of this pass are done for row tile ``tile``."""
+    done = load_acquire(done_M + tile)
+    return (done >> (16 * column_pass)) & (_SECOND_PASS - 1)
+
+
+@gluon.jit
+def _load_routes(table_UK, u_t, route_r, TOP_K: gl.constexpr, other):
+    """``[t, r]``: entries of the plan's table for routes r of tokens u."""
+    is_route_tr = (u_t >= 0)[:, None] & (route_r < TOP_K)[None, :]
+    return gl.load(table_UK + u_t[:, None] * TOP_K + route_r[None, :], mask=is_route_tr, other=other)
+
+
+@gluon.jit
+def _look_up(
+    first,
+    num_unique,
+    tables,
+    TOP_K: gl.constexpr,
+    TOKENS: gl.constexpr,
+    ROUTES: gl.constexpr,
+    layout: gl.constexpr,
+    layout_tw: gl.constexpr,
+):
+    """What the plan says of the tokens from ``first`` on in the send list; past its end they have no source and no rows.
+
+    Returns:
+        source_t: owner rank << 32 | token, or -1; laid out as the sums.
+        row_tw: all their rows, for the wait.
+        u_t, row_tr, score_tr: their indices in the pull list, and the first ROUTES rows and scores; laid out as y.
+    """
+    send_order_U, pull_source_U, pull_rows_UK, pull_scores_UK = tables
+    layout_tr: gl.constexpr = gl.SliceLayout(2, layout)
+    layout_tc: gl.constexpr = gl.SliceLayout(1, layout)
+    item_t = first + gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout_tr))
+    item_w = first + gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout_tw))
+    u_t = gl.load(send_order_U + item_t, mask=item_t < num_unique, other=-1)
+    u_w = gl.load(send_order_U + item_w, mask=item_w < num_unique, other=-1)
+    u_s = gl.convert_layout(u_t, gl.SliceLayout(1, layout_tc))
+    route_r = gl.arange(0, ROUTES, layout=gl.SliceLayout(0, layout_tr))
+    route_w = gl.arange(0, triton.next_power_of_2(TOP_K), layout=gl.SliceLayout(0, layout_tw))
+    source_t = gl.load(pull_source_U + u_s, mask=u_s >= 0, other=-1)
+    row_tw = _load_routes(pull_rows_UK, u_w, route_w, TOP_K, -1)
+    row_tr = _load_routes(pull_rows_UK, u_t, route_r, TOP_K, -1)
+    score_tr = _load_routes(pull_scores_UK, u_t, route_r, TOP_K, 0.0)
+    return source_t, row_tw, u_t, row_tr, score_tr
+
+
+@gluon.jit
+def _load_rows(y_RD, row_tr, column_c, end, DIM: gl.constexpr):
+    """``[t, r, c]``: those columns of those rows of y, 0 where there is no row or column."""
+    return gl.load(
+        y_RD + row_tr.to(gl.int64)[:, :, None] * DIM + column_c[None, None, :],
+        mask=(row_tr >= 0)[:, :, None] & (column_c < end)[None, None, :],
+        other=0.0,
+        cache_modifier=".cg",  # other SMs wrote them during this kernel: not through this SM's own cache
+    )
+
+
+@gluon.jit
+def _weigh(y_trc, score_tr):
+    """``[t, c]``: the sum over routes, in their order."""
+    return gl.sum(y_trc.to(gl.float32) * score_tr[:, :, None], axis=1)
+
+
+@gluon.jit
+def _weigh_more(
+    first_route,
+    tables,
+    y_RD,
+    u_t,
+    column_c,
+    end,
+    DIM: gl.constexpr,
+    TOP_K: gl.constexpr,
+    ROUTES: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """``[t, c]``: the sum over the next ROUTES routes of tokens that have so many."""
+    _, _, pull_rows_UK, pull_scores_UK = tables
+    route_r = first_route + gl.arange(0, ROUTES, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    row_tr = _load_routes(pull_rows_UK, u_t, route_r, TOP_K, -1)
+    score_tr = _load_routes(pull_scores_UK, u_t, route_r, TOP_K, 0.0)
+    return _weigh(_load_rows(y_RD, row_tr, column_c, end, DIM), score_tr)
+
+
+@gluon.jit
+def _send(
+    sent,
+    DIM: gl.constexpr,
+    TOP_K: gl.constexpr,
+    EP_SIZE: gl.constexpr,
+    TILES_N: gl.constexpr,
+    FIRST_TILES: gl.constexpr,
+    WARP_TOKENS: gl.constexpr,
+    ROUTES: gl.constexpr,
+    COLUMNS: gl.constexpr,
+):
+    """Add up and send tokens until the send list is empty, WARP_TOKENS of them in each warp of the caller at a time.
+
+    First the columns of the first pass, of all tokens, then those of the second. Of each token, COLUMNS columns of
+    ROUTES rows are read at a time.
+    """
+    sizes, tables, y_RD, done_M, destinations, queue, faults = sent
+    out_TD, slots_addresses_P, max_tokens = destinations
+    fault, rank, deadline_us = faults
+    WARPS: gl.constexpr = gl.num_warps()
+    TOKENS: gl.constexpr = WARPS * WARP_TOKENS
+    FIRST_COLUMNS: gl.constexpr = DIM // TILES_N * FIRST_TILES
+    # Tensors are [tokens t, routes r, columns c]. A lane has 16 bytes of each of the routes, so it adds them up alone.
+    layout: gl.constexpr = gl.BlockedLayout([WARP_TOKENS, ROUTES, 8], [1, 1, 32], [WARPS, 1, 1], [2, 1, 0])
+    layout_c: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, layout))
+    # While it waits, a lane has one or a few rows of one token: [tokens t, routes w].
+    layout_tw: gl.constexpr = gl.BlockedLayout([1, 1], [WARP_TOKENS, 32 // WARP_TOKENS], [WARPS, 1], [1, 0])
+
+    num_unique = gl.load(sizes + 1)
+    for column_pass in range(1 if FIRST_TILES == TILES_N else 2):
+        begin = 0 if column_pass == 0 else FIRST_COLUMNS
+        end = FIRST_COLUMNS if column_pass == 0 else DIM
+        want = FIRST_TILES if column_pass == 0 else TILES_N - FIRST_TILES
+        queue_of_pass = queue + _SEND_QUEUE + column_pass
+        first = claim(queue_of_pass, TOKENS)
+        source_t, row_tw, u_t, row_tr, score_tr = _look_up(
+            first, num_unique, tables, TOP_K, TOKENS, ROUTES, layout, layout_tw
+        )
+        while first < num_unique:
+            tile_tw = gl.maximum(row_tw, 0) // BLOCK_M
+            want_tw = gl.where(row_tw < 0, 0, want)
+            done_tw = _count_done(done_M, tile_tw, column_pass)
+            num_late = _count_late(done_tw, want_tw)
+            if num_late > 0:
+                since = clock_ns()
+                while (num_late > 0) & (clock_ns() - since < deadline_us.to(gl.int64) * 1000):
+                    pause()
+                    done_tw = _count_done(done_M, tile_tw, column_pass)
+                    num_late = _count_late(done_tw, want_tw)
+            if num_late > 0:
+                tile = _largest(gl.where(done_tw < want_tw, tile_tw, -1))
+                have = _largest(gl.where((done_tw < want_tw) & (tile_tw == tile), done_tw, 0))
+                record_late(fault, rank, _KERNEL, _PHASE_DONE, tile, have, want)
+                num_unique = 0  # give up
+            else:
+                gl.thread_barrier()  # what one lane has seen done, all lanes may read
+                is_token_t = source_t >= 0
+                token_t = source_t & 0xFFFFFFFF
+                if EP_SIZE > 1:
+                    address_t = gl.load(slots_addresses_P + (source_t >> 32), mask=is_token_t, other=0)
+                    address_t += (rank.to(gl.int64) * max_tokens + token_t) * (2 * DIM)
+                    out_t = gl.multiple_of(address_t.to(gl.pointer_type(gl.bfloat16)), 16)
+                else:
+                    out_t = out_TD + token_t * DIM
+                num_routes = gl.max(gl.sum((row_tw >= 0).to(gl.int32), axis=1), axis=0)
+                sent_u_t, sent_row_tr, sent_score_tr = u_t, row_tr, score_tr
+                for start in range(begin, end, COLUMNS):
+                    column_c = start + gl.arange(0, COLUMNS, layout=layout_c)
+                    y_trc = _load_rows(y_RD, sent_row_tr, column_c, end, DIM)
+                    if start == begin:
+                        # The next tokens are claimed and looked up while these rows are on their way.
+                        first = claim(queue_of_pass, TOKENS)
+                        source_t, row_tw, u_t, row_tr, score_tr = _look_up(
+                            first, num_unique, tables, TOP_K, TOKENS, ROUTES, layout, layout_tw
+                        )
+                    sum_tc = _weigh(y_trc, sent_score_tr)
+                    if TOP_K > ROUTES:
+                        for first_route in range(ROUTES, num_routes, ROUTES):
+                            sum_tc += _weigh_more(
+                                first_route, tables, y_RD, sent_u_t, column_c, end, DIM, TOP_K, ROUTES, layout
+                            )
+                    gl.store(
+                        out_t[:, None] + column_c[None, :],
+                        sum_tc.to(gl.bfloat16),
+                        mask=is_token_t[:, None] & (column_c < end)[None, :],
+                    )
+
+
+@gluon.jit
+def _count_late(done_tw, want_tw):
+    """How many rows are not complete."""
+    return gl.sum(gl.sum((done_tw < want_tw).to(gl.int32), axis=1), axis=0)
+
+
+@gluon.jit
+def _largest(values_tw):
+    return gl.max(gl.max(values_tw, axis=1), axis=0)
+
+
+@gluon.jit
+def _send_if(
+    IS_USED: gl.constexpr,
+    sent,
+    DIM: gl.constexpr,
+    TOP_K: gl.constexpr,
+    EP_SIZE: gl.constexpr,
+    TILES_N: gl.constexpr,
+    FIRST_TILES: gl.constexpr,
+    WARP_TOKENS: gl.constexpr,
+    ROUTES: gl.constexpr,
+    COLUMNS: gl.constexpr,
+):
+    """A communication warp, or one that the tuning leaves idle."""
+    if IS_USED:
+        _send(sent, DIM, TOP_K, EP_SIZE, TILES_N, FIRST_TILES, WARP_TOKENS, ROUTES, COLUMNS)
+
+
+@gluon.jit(do_not_specialize=["max_tokens", "rank", "deadline_us"])
+def gemm_push_kernel(
+    h_desc,
+    half_h_desc,
+    w2_desc,
+    y_desc,
+    sizes,
+    expert_start_e1,
+    tile_expert_M,
+    tile_rows_M,
+    send_order_U,
+    pull_source_U,
+    pull_rows_UK,
+    pull_scores_UK,
+    y_RD,
+    done_M,
+    out_TD,
+    slots_addresses_P,
+    max_tokens,
+    queue,
+    fault,
+    rank,
+    deadline_us,
+    DIM: gl.constexpr,
+    HIDDEN: gl.constexpr,
+    TOP_K: gl.constexpr,
+    EP_SIZE: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    FIRST_TILES: gl.constexpr,
+    COMM_WARPS: gl.constexpr,
+    WARP_TOKENS: gl.constexpr,
+    ROUTES: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr,
+    COMM_REGS: gl.constexpr,
+    OTHER_REGS: gl.constexpr,
+):
+    TILES_N: gl.constexpr = DIM // BLOCK_N
+    NUM_STEPS: gl.constexpr = HIDDEN // BLOCK_K
+    h_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_K], h_desc.layout)
+    w2_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_N, BLOCK_K], w2_desc.layout)
+    y_buf = gl.allocate_shared_memory(gl.bfloat16, [HALF_M, BLOCK_N], y_desc.layout)
+    ring = gl.allocate_shared_memory(gl.int64, [RING_SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    stage_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    stage_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ring_full = gl.allocate_shared_memory(gl.int64, [RING_SLOTS, 1], mbarrier.MBarrierLayout())
+    ring_empty = gl.allocate_shared_memory(gl.int64, [RING_SLOTS, 1], mbarrier.MBarrierLayout())
+    y_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(stage_full.index(i), count=1)
+        mbarrier.init(stage_empty.index(i), count=2)  # both consumers
+    for i in gl.static_range(RING_SLOTS):
+        mbarrier.init(ring_full.index(i), count=1)
+        mbarrier.init(ring_empty.index(i), count=4)  # both consumers, the producer and the store warp
+    for i in gl.static_range(2):
+        mbarrier.init(y_full.index(i), count=1)
+        mbarrier.init(turns.index(i), count=1)
+
+    descs = (h_desc, half_h_desc, w2_desc)
+    operands = (h_bufs, w2_bufs)
+    stages = (stage_full, stage_empty)
+    tiles = (ring, ring_full, ring_empty)
+    consumer = (operands, y_buf, turns, y_full, stages, tiles)
+    planned = (sizes, expert_start_e1, tile_expert_M, tile_rows_M)
+    stored = (y_desc, y_buf, turns, y_full, done_M)
+    tables = (send_order_U, pull_source_U, pull_rows_UK, pull_scores_UK)
+    destinations = (out_TD, slots_addresses_P, max_tokens)
+    faults = (fault, rank, deadline_us)
+    sent = (sizes, tables, y_RD, done_M, destinations, queue, faults)
+    # Registers are granted per warpgroup, in this order: the producer's has a warp that does nothing.
+    gl.warp_specialize(
+        [
+            (
+                _multiply_and_send,
+                (
+                    0, consumer, sent, NUM_STEPS, STAGES, BLOCK_N, DIM, TOP_K, EP_SIZE, TILES_N, FIRST_TILES,
+                    WARP_TOKENS, ROUTES, COLUMNS,
+                ),
+            ),
+            (
+                _multiply_and_send,
+                (
+                    1, consumer, sent, NUM_STEPS, STAGES, BLOCK_N, DIM, TOP_K, EP_SIZE, TILES_N, FIRST_TILES,
+                    WARP_TOKENS, ROUTES, COLUMNS,
+                ),
+            ),
+            (_load, (descs, operands, stages, tiles, DIM, NUM_STEPS, STAGES, BLOCK_N)),
+            (_schedule, (planned, queue, tiles, EP_SIZE, TILES_N, FIRST_TILES)),
+            (_store, (stored, tiles, BLOCK_N, FIRST_TILES)),
+            (_idle, ()),
+            (
+                _send_if,
+                (
+                    COMM_WARPS > 0, sent, DIM, TOP_K, EP_SIZE, TILES_N, FIRST_TILES, WARP_TOKENS, ROUTES, COLUMNS,
+                ),
+            ),
+            (
+                _send_if,
+                (
+                    COMM_WARPS > 1, sent, DIM, TOP_K, EP_SIZE, TILES_N, FIRST_TILES, WARP_TOKENS, ROUTES, COLUMNS,
+                ),
+            ),
+            (
+                _send_if,
+                (
+                    COMM_WARPS > 2, sent, DIM, TOP_K, EP_SIZE, TILES_N, FIRST_TILES, WARP_TOKENS, ROUTES, COLUMNS,
+                ),
+            ),
+            (
+                _send_if,
+                (
+                    COMM_WARPS > 3, sent, DIM, TOP_K, EP_SIZE, TILES_N, FIRST_TILES, WARP_TOKENS, ROUTES, COLUMNS,
+                ),
+            ),
+        ],
+        [4, 1, 1, 1, 1, 1, 1, 1, 1],
+        [CONSUMER_REGS] + [OTHER_REGS] * 4 + [COMM_REGS] * 4,
+    )
+
+
+@gluon.jit
+def _idle():
+    """Fills the producer's warpgroup."""

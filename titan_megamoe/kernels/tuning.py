@@ -1,0 +1,108 @@
+"""Which tile shapes and how many stages, warps, registers the GEMM kernels use, by shape. A table, not a search.
+
+Shape suffixes are those of ``plan_tables.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+COMM_WARPS = 4
+"""Communication warps in a CTA: a whole warpgroup, since registers are set per warpgroup."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PullGemmTuning:
+    """How ``pull_gemm`` cuts its work."""
+
+    block_n: int
+    """Columns of a tile, of gate and of up each: divides F."""
+    stages: int
+    """Steps of the main loop whose operands fit in shared memory."""
+    comm_warps: int = COMM_WARPS
+    """How many communication warps of each CTA work, 1 to COMM_WARPS. Each has one item in flight."""
+    tokens: int = 1
+    """Tokens of a communication item."""
+    columns: int
+    """Columns of a token that a communication warp holds in registers at a time: a power of two."""
+    registers: tuple[int, int, int] = (184, 96, 40)
+    """Of a thread of the second consumer, of the communication warps, of producer and scheduler. Multiples of 8; the
+    first consumer has what these leave of 512."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmPushTuning:
+    """How ``gemm_push`` cuts its work."""
+
+    block_n: int
+    """Columns of a tile of y: divides D."""
+    stages: int
+    """Steps of the main loop whose operands fit in shared memory."""
+    last_tiles: int
+    """How many of the D / block_n column tiles are computed in a second pass over the rows; 0: one pass."""
+    comm_warps: int = COMM_WARPS
+    """How many communication warps of each CTA work, 1 to COMM_WARPS."""
+    tokens: int
+    """Tokens of a communication warp's item: a power of two."""
+    routes: int
+    """Rows of each of them that a communication warp reads at a time: a power of two."""
+    columns: int
+    """Columns of each of them: a power of two."""
+    registers: tuple[int, int, int] = (168, 136, 40)
+    """As in :class:`PullGemmTuning`; the third is that of producer, scheduler and store warp."""
+
+
+# Columns of a tile -> stages. Wider tiles read less from L2 per multiplication; the widest that divides F (or D) is used.
+# A stage holds 64 columns of 128 rows of A and of block_n rows of B (pull_gemm: of W1 and of W3), next to the output's
+# buffer (pull_gemm: 128 x block_n; gemm_push: 64 x block_n), all in bf16 and in 227 KiB.
+PULL_GEMM_STAGES = {128: 4, 64: 6}
+GEMM_PUSH_STAGES = {256: 4, 128: 6, 64: 8}
+
+# Rows of a token read at a time -> tokens of an item, columns of each: what 136 registers hold beside the sums in fp32.
+# With few rows per token, an item is two tokens, so that as much is read per item.
+GEMM_PUSH_ITEMS = {8: (1, 256), 4: (1, 512), 2: (2, 512), 1: (2, 512)}
+
+
+def tune_pull_gemm(dim: int, hidden_dim: int) -> PullGemmTuning:
+    """For tokens of ``dim`` (D) columns and experts of ``hidden_dim`` (F)."""
+    block_n = _widest(PULL_GEMM_STAGES, hidden_dim, "hidden_dim")
+    return PullGemmTuning(
+        block_n=block_n,
+        stages=PULL_GEMM_STAGES[block_n],
+        columns=min(2048, _next_power_of_2(dim)),
+    )
+
+
+def tune_gemm_push(dim: int, hidden_dim: int, *, top_k: int, ep_size: int) -> GemmPushTuning:
+    """For tokens of ``dim`` (D) columns and ``top_k`` (K) routes, experts of ``hidden_dim`` (F), ``ep_size`` (P) ranks."""
+    block_n = _widest(GEMM_PUSH_STAGES, dim, "dim")
+    # Routes to this rank of a token that has any, if routing is random.
+    local_routes = top_k / (ep_size * (1 - (1 - 1 / ep_size) ** top_k))
+    routes = min(8, _next_power_of_2(round(local_routes)))
+    tokens, columns = GEMM_PUSH_ITEMS[routes]
+    if top_k > 8 and tokens > 1:
+        columns //= 2  # to make room for their routes
+    # Tokens with many routes here are complete, and can be sent, only near the end of a pass: so half of the columns are
+    # left to a second pass. Tokens with one or two routes are complete all along.
+    last_tiles = dim // block_n // 2 if local_routes > 3 else 0
+    return GemmPushTuning(
+        block_n=block_n,
+        stages=GEMM_PUSH_STAGES[block_n],
+        last_tiles=last_tiles,
+        # Tokens that can be sent all along need less haste: a fourth warp takes more from the GEMM than it adds.
+        comm_warps=COMM_WARPS if last_tiles else COMM_WARPS - 1,
+        tokens=tokens,
+        routes=routes,
+        columns=min(columns, _next_power_of_2(dim)),
+    )
+
+
+def _widest(stages: dict[int, int], extent: int, name: str) -> int:
+    for block_n in stages:
+        if extent % block_n == 0:
+            return block_n
+    raise ValueError(f"{name} = {extent} is not a multiple of 64. Pad the model's.")
+
+
+def _next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
