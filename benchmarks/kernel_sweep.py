@@ -7,9 +7,10 @@ against fp32. With EP = 8 all ranks' buffers are in this GPU's memory and the ke
 rows of one GPU of eight, with HBM in the place of NVLink.
 
 Per shape and kernel: "fused", the kernel; and its parts alone. "gemm" is the same kernel with its rows already in place
-(or without sending anything), "rows" moves rows without multiplying, "dense" is one matrix product of as many operations
-by PyTorch: the practical ceiling on this card at this moment, since its clock follows its power. TFLOP/s count real rows,
-not the padding of tiles. Times are medians of CUDA events around one launch, in ms, with minimum and maximum.
+(or without sending anything), "rows" moves rows without multiplying, "dense" is one matrix product of as many
+operations by PyTorch: the practical ceiling on this card at this moment, since its clock follows its power. TFLOP/s
+count real rows, not the padding of tiles. Times are medians of CUDA events around one launch, in ms, with minimum and
+maximum.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from titan_megamoe.bench.environment import describe_environment
 from titan_megamoe.kernels import combine
 from titan_megamoe.kernels.gemm_push import gemm_push
 from titan_megamoe.kernels.plan import build_kernel_plan, read_sizes
@@ -244,14 +246,12 @@ def main() -> None:
         results += sweep(name, args.repeats)
         tunings[name] = {
             "pull_gemm": asdict(tune_pull_gemm(shape.dim, shape.hidden_dim)),
-            "gemm_push": asdict(
-                tune_gemm_push(shape.dim, shape.hidden_dim, top_k=shape.top_k, ep_size=shape.ep_size)
-            ),
+            "gemm_push": asdict(tune_gemm_push(shape.dim, shape.hidden_dim, top_k=shape.top_k, ep_size=shape.ep_size)),
         }
         torch.cuda.empty_cache()
     report = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
+        "command": " ".join(["python", "benchmarks/kernel_sweep.py", *sys.argv[1:]]),
+        "environment": describe_environment(),
         "repeats": args.repeats,
         "tunings": tunings,
         "results": [asdict(result) for result in results],

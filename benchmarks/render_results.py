@@ -23,6 +23,10 @@ def render() -> str:
     if layers:
         parts.append("## One layer's routed experts\n")
         parts += [_layer_table(name, document) for name, document in layers.items()]
+    kernels = {name: d for name, d in documents.items() if "tunings" in d}
+    if kernels:
+        parts.append("## The fused kernels\n")
+        parts += [_kernels_table(name, document) for name, document in kernels.items()]
     if steps:
         parts.append("## Whole training steps\n")
         parts += [_steps_table(name, document) for name, document in steps.items()]
@@ -82,6 +86,33 @@ def _layer_table(name: str, document: dict) -> str:
     if (RESULTS / chart).exists():
         lines += ["", f"![{document['shape_name']}]({chart})"]
     return "\n".join(lines) + "\n"
+
+
+KERNEL_PARTS = {
+    "fused": "the kernel",
+    "gemm": "with rows in place, or not sent",
+    "rows": "the rows alone",
+    "dense": "dense matmul of the same size",
+}
+
+
+def _kernels_table(name: str, document: dict) -> str:
+    times = {(r["shape"], r["kernel"], r["part"]): r["median_ms"] for r in document["results"]}
+    lines = [
+        f"`{name}`, by benchmarks/kernel_sweep.py: random routing, median of {document['repeats']}, ms. {_device(document)}. The ep8 "
+        "shapes are one rank's part of EP = 8, with all ranks' memory on the one card.",
+        "",
+        f"| shape | kernel | {' | '.join(KERNEL_PARTS.values())} |",
+        "| --- | --- | " + "--- | " * len(KERNEL_PARTS),
+    ]
+    for shape, kernel in dict.fromkeys((r["shape"], r["kernel"]) for r in document["results"]):
+        cells = [times.get((shape, kernel, part)) for part in KERNEL_PARTS]
+        lines.append(f"| {shape} | {kernel} | " + " | ".join("" if ms is None else f"{ms:.3f}" for ms in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _device(document: dict) -> str:
+    return _environment(document) if "environment" in document else f"{document['device']}, torch {document['torch']}"
 
 
 if __name__ == "__main__":

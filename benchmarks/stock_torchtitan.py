@@ -27,7 +27,9 @@ from titan_megamoe.integration import datasets  # noqa: E402
 def stock_config() -> Trainer.Config:
     ours = loader.load(["--config", *sys.argv[1:], "--model.moe.dispatch.type", "all_to_all"])
     values = {field.name: getattr(ours, field.name) for field in dataclasses.fields(Trainer.Config)}
-    checkpoint = {field.name: getattr(ours.checkpoint, field.name) for field in dataclasses.fields(CheckpointManager.Config)}
+    checkpoint = {
+        field.name: getattr(ours.checkpoint, field.name) for field in dataclasses.fields(CheckpointManager.Config)
+    }
     values["checkpoint"] = CheckpointManager.Config(**checkpoint)
     config = Trainer.Config(**values)
     config.debug.moe_force_load_balance = ours.model.moe.force_load_balance != "none"

@@ -1,9 +1,9 @@
 """Step times of whole training runs: stock TorchTitan, and our front end with each strategy, on the same model and data.
 
     python benchmarks/train_steps.py --config train_configs/qwen3_30b_a3b_6layers.toml --out docs/results/x.json \\
-        --run stock --run all_to_all --run mega_moe [--compile] [--routing even] [--steps 20] [--nproc 1]
+        --run stock --run all_to_all --run mega_moe [--compile] [--routing even] [--steps 20] [--nproc 1] [-- --section.key value]
 
-Each run is a torchrun of its own. A step's time is the one TorchTitan logs its tokens per second from; the mean is over steps
+What follows ``--`` overrides the TOML file in every run. Each run is a torchrun of its own. A step's time is the one TorchTitan logs its tokens per second from; the mean is over steps
 6 to the last, as the first ones compile and warm up. ``stock`` is TorchTitan's own entry point and Python configuration for
 the same model, data, batch and checkpointing, to show that our front end costs nothing.
 """
@@ -35,6 +35,7 @@ def command(run: str, arguments: argparse.Namespace) -> list[str]:
     torchrun += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "--local-ranks-filter=0"]
     common = ["--training.steps", str(arguments.steps), "--dump_folder", f"/tmp/train_steps/{run}"]
     common += ["--debug.no-enable_structured_logging", *(["--compile.enable"] if arguments.compile else [])]
+    common += arguments.overrides
     if run == "stock":
         return [*torchrun, str(REPOSITORY / "benchmarks" / "stock_torchtitan.py"), arguments.config, *common]
     routing = ["--model.moe.force_load_balance", arguments.routing]
@@ -76,6 +77,7 @@ def main() -> None:
     parser.add_argument("--nproc", type=int, default=1)
     parser.add_argument("--routing", default="uniform", choices=["none", "even", "uniform"])
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("overrides", nargs="*", help="after --: options of titan_megamoe.train")
     arguments = parser.parse_args()
     results = {}
     for run in arguments.run:

@@ -10,7 +10,12 @@ from safetensors import safe_open
 
 from tests.training import options, run_jobs
 
-SETTINGS = {"training.local_batch_size": 2, "optimizer.lr": 3e-4, "checkpoint.interval": 3, "lr_scheduler.total_steps": 8}
+SETTINGS = {
+    "training.local_batch_size": 2,
+    "optimizer.lr": 3e-4,
+    "checkpoint.interval": 3,
+    "lr_scheduler.total_steps": 8,
+}
 
 
 @pytest.fixture(scope="module")

@@ -127,7 +127,9 @@ def test_a_backend_that_this_torch_cannot_run_is_refused(monkeypatch, version, b
     with pytest.raises(ValueError) as error:
         compat.check_spmd_backend(backend)
     message = str(error.value)
-    assert message.startswith(f"parallelism.spmd_backend = '{backend}' needs torch 2.14, but torch {version} is installed: ")
+    assert message.startswith(
+        f"parallelism.spmd_backend = '{backend}' needs torch 2.14, but torch {version} is installed: "
+    )
     assert "Use spmd_backend = 'partial_dtensor'" in message and "\n" not in message
 
 
@@ -142,7 +144,8 @@ def test_a_backend_that_this_torch_can_run_is_accepted(monkeypatch, version, bac
 
 
 @pytest.mark.parametrize(
-    ("version", "backend"), [("2.11.0", "partial_dtensor"), ("2.13.0+cpu", "partial_dtensor"), ("2.14.1+cu130", "spmd_types")]
+    ("version", "backend"),
+    [("2.11.0", "partial_dtensor"), ("2.13.0+cpu", "partial_dtensor"), ("2.14.1+cu130", "spmd_types")],
 )
 def test_the_default_backend_is_one_that_runs(monkeypatch, version, backend):
     set_torch(monkeypatch, version)
@@ -350,7 +353,11 @@ def test_attention_is_masked_attention(documents, n_kv_heads, dtype, tolerance):
 
 @cpu_only
 def test_attention_compiles_into_a_full_graph():
-    attention, mask, inputs = FlexAttention.Config().build(), document_mask(document_positions()), qkv(4, 2, torch.float32)
+    attention, mask, inputs = (
+        FlexAttention.Config().build(),
+        document_mask(document_positions()),
+        qkv(4, 2, torch.float32),
+    )
     attend = partial(attention, attention_masks=mask, enable_gqa=True)
     operators = set()
 
@@ -370,7 +377,11 @@ def test_attention_compiles_into_a_full_graph():
 
 @cpu_only
 def test_attention_refuses_what_it_would_ignore():
-    attention, mask, inputs = FlexAttention.Config().build(), document_mask(document_positions()), qkv(4, 4, torch.float32)
+    attention, mask, inputs = (
+        FlexAttention.Config().build(),
+        document_mask(document_positions()),
+        qkv(4, 4, torch.float32),
+    )
     with pytest.raises(NotImplementedError):
         attention(*inputs, attention_masks=mask, score_mod=lambda score, b, h, q, k: score * 2)
     with pytest.raises(NotImplementedError):

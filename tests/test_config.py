@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import tomli
@@ -277,8 +276,23 @@ def test_every_field_of_titan_030_can_be_set_under_its_own_name(parse):
 def test_command_line_wins_over_the_file_in_both_spellings(parse):
     config = parse(
         TITAN_02,
-        *("--training.steps", "5", "--optimizer.lr", "0.5", "--training.dataset=c4_test", "--job.dump_folder", "elsewhere"),
-        *("--activation_checkpoint.mode", "full", "--model.moe.dispatch.type", "all_to_all", "--profiling.profile_freq", "9"),
+        *(
+            "--training.steps",
+            "5",
+            "--optimizer.lr",
+            "0.5",
+            "--training.dataset=c4_test",
+            "--job.dump_folder",
+            "elsewhere",
+        ),
+        *(
+            "--activation_checkpoint.mode",
+            "full",
+            "--model.moe.dispatch.type",
+            "all_to_all",
+            "--profiling.profile_freq",
+            "9",
+        ),
     )
     assert config.training.steps == 5 and config.dump_folder == "elsewhere" and config.dataloader.dataset == "c4_test"
     assert config.optimizer.param_groups[0].optimizer_kwargs["lr"] == 0.5
@@ -315,7 +329,10 @@ def test_parameter_groups_in_toml(parse):
         ("[compile]\nenable = 1", "'compile.enable': expected true or false, got an integer 1"),
         ("[compile]\ncomponents = [1]", r"'compile.components'\[0\]: expected a string"),
         ("training = 3", "'training' is a section, not a value"),
-        ('[model.moe.dispatch]\ntype = "megamoe"', "'model.moe.dispatch.type': .*'all_to_all'.* got 'megamoe'; did you mean 'mega_moe'"),
+        (
+            '[model.moe.dispatch]\ntype = "megamoe"',
+            "'model.moe.dispatch.type': .*'all_to_all'.* got 'megamoe'; did you mean 'mega_moe'",
+        ),
         ('[model.moe.dispatch]\nprecision = "fp16"', "'model.moe.dispatch.precision': .*'bf16'.* got 'fp16'"),
         ('[model]\nflavor = "31B-A3B"', r"model.flavor = '31B-A3B' is not one of qwen3's: .*30B-A3B"),
         ('[model]\nname = "qwen4"', "model.name = 'qwen4' is not one of TorchTitan's: .*qwen3"),
@@ -326,18 +343,27 @@ def test_parameter_groups_in_toml(parse):
         ('[model]\nflavor = "0.6B"\n[parallelism]\nexpert_parallel_degree = 2', "qwen3 0.6B has no experts"),
         ('[activation_checkpoint]\nmode = "some"', "'activation_checkpoint.mode': expected one of selective, full"),
         ("[activation_checkpoint]\nfoo = 1", "activation_checkpoint.*unknown key 'foo'"),
-        ('[activation_checkpoint]\nmode = "selective"\nselective_ac_option = "2"', "selective_ac_option = '2'' has no equivalent"),
+        (
+            '[activation_checkpoint]\nmode = "selective"\nselective_ac_option = "2"',
+            "selective_ac_option = '2'' has no equivalent",
+        ),
         ("[parallelism]\nexpert_tensor_parallel_degree = 2", "has no equivalent in TorchTitan 0.3.0: .* use 1"),
         ('[experimental]\ncustom_import = "x.y"', "use override.imports"),
         ("[fault_tolerance]\nenable = true", "torchft"),
         ("[validation]\nseq_len = 77", "validates with training.seq_len"),
-        ('[parallelism]\nexpert_parallel_comm_backend = "mpi"', "expected one of standard, deepep, hybridep, got 'mpi'"),
+        (
+            '[parallelism]\nexpert_parallel_comm_backend = "mpi"',
+            "expected one of standard, deepep, hybridep, got 'mpi'",
+        ),
         ('[optimizer]\nlr = "high"', "'optimizer.lr': expected a number, got 'high'"),
         ("[optimizer]\nlr = 1.0\nparam_groups = []", "'optimizer.param_groups' and 'optimizer.lr' are both set"),
         ('[optimizer]\nparam_groups = [{pattern = "x"}]', "param_groups.*optimizer_name"),
         ('[optimizer]\nparam_groups = [{patern = "x"}]', "unknown key 'patern'; did you mean 'pattern'"),
         ('[training]\ndataset = "c4"\n[dataloader]\ndataset = "c4_test"', "contradicts .* they are one setting"),
-        ("[parallelism]\npipeline_parallel_microbatch_size = 0", "pipeline_parallel_microbatch_size must be greater than 0"),
+        (
+            "[parallelism]\npipeline_parallel_microbatch_size = 0",
+            "pipeline_parallel_microbatch_size must be greater than 0",
+        ),
         ("[checkpoint]\nkeep_latest_k = 1", r"\[checkpoint\]: We need to maintain at least 2 checkpoint"),
         ('[quantize.linear.float8]\nrecipe_name = "tensorwise"', "recipe_name': expected one of 'rowwise'"),
         (

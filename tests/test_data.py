@@ -238,7 +238,8 @@ def test_any_text_round_trips(tokenizer, text):
 
 
 @pytest.mark.parametrize(
-    "text", ["", " ", "  x\t\r\n\n", "naïve Ünïcödé — 日本語 🧪👩‍🔬", "\x00\x7f\u2028\ufeff\U0010ffff", "e\u0301 \u00e9"]
+    "text",
+    ["", " ", "  x\t\r\n\n", "naïve Ünïcödé — 日本語 🧪👩‍🔬", "\x00\x7f\u2028\ufeff\U0010ffff", "e\u0301 \u00e9"],
 )
 def test_awkward_text_round_trips(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text

@@ -37,7 +37,14 @@ def test_run_script_trains_and_a_second_call_resumes(assets, folder):
     assert first.returncode == 0, first.stderr[-3000:]
     losses = steps_of(first)
     assert sorted(losses) == [1, 2, 3, 4, 5, 6] and losses[6] < losses[1] - 0.3
-    for expected in ("on the CPU and gloo", "tps:", "mfu:", "grad_norm:", "backend 'reference'", "Finished saving the checkpoint|Last step"):
+    for expected in (
+        "on the CPU and gloo",
+        "tps:",
+        "mfu:",
+        "grad_norm:",
+        "backend 'reference'",
+        "Finished saving the checkpoint|Last step",
+    ):
         assert re.search(expected, first.stdout + first.stderr), expected
     second = run_train(assets, folder, "--training.steps", "8", "--lr_scheduler.total_steps", "8")
     assert second.returncode == 0, second.stderr[-3000:]
@@ -46,10 +53,14 @@ def test_run_script_trains_and_a_second_call_resumes(assets, folder):
 
 def test_a_checkpoint_of_another_model_is_refused_in_one_paragraph(assets, folder):
     assert (folder / "checkpoint").exists(), "runs after the test above"
-    result = run_train(assets, folder, "--training.steps", "9", "--model.flavor", "debugmodel_moe", "--model.n_layers", "1")
+    result = run_train(
+        assets, folder, "--training.steps", "9", "--model.flavor", "debugmodel_moe", "--model.n_layers", "1"
+    )
     output = result.stdout + result.stderr
     assert result.returncode != 0
-    assert re.search(r"titan_megamoe: The checkpoint .*step-8 is of another model: .* is \[.*\] there and \[.*\] here", output)
+    assert re.search(
+        r"titan_megamoe: The checkpoint .*step-8 is of another model: .* is \[.*\] there and \[.*\] here", output
+    )
     assert "set another dump_folder" in output and "Traceback" not in output.split("titan_megamoe: The checkpoint")[0]
 
 
@@ -59,7 +70,9 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(assets, folder, tmp_p
     data.build(tmp_path / "large", vocab_size=3000, max_mb=2)
     result = run_train(assets, folder / "none", "--hf_assets_path", str(tmp_path / "large"), "--training.steps", "1")
     assert result.returncode != 0
-    assert "holds a tokenizer of 3000 tokens, but qwen3 debugmodel_moe_small embeds 2048" in result.stdout + result.stderr
+    assert (
+        "holds a tokenizer of 3000 tokens, but qwen3 debugmodel_moe_small embeds 2048" in result.stdout + result.stderr
+    )
 
 
 STOCK = """

@@ -1,5 +1,5 @@
-"""Every variant of ``pull_gemm`` and ``gemm_push`` that the tuning table can choose compiles for Hopper without one, and
-keeps its data in registers."""
+"""Every variant of ``pull_gemm`` and ``gemm_push`` that the tuning table can choose compiles for Hopper without one,
+and keeps its data in registers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def matrix(rows: int, columns: int) -> str:
 
 def compile_kernel(kernel, descriptors: dict[str, str], pointers: dict[str, str], constants: dict):
     """Compile ``kernel``; every parameter that is not an int32 is named in one of the three dicts."""
-    given = {**descriptors, **{name: f"*{type}" for name, type in pointers.items()}, **dict.fromkeys(constants, "constexpr")}
+    given = descriptors | {name: f"*{type}" for name, type in pointers.items()} | dict.fromkeys(constants, "constexpr")
     signature = {name: given.pop(name, "i32") for name in kernel.arg_names}
     assert not given, f"{kernel.__name__} has no parameters {sorted(given)}"
     constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}

@@ -25,6 +25,10 @@ SHAPES = {
     "EP=8 Qwen3-30B": dict(ep_size=8, num_local_experts=16, top_k=8, dim=2048, hidden_dim=768, max_tokens=16384),
     "EP=8 Qwen3-235B": dict(ep_size=8, num_local_experts=16, top_k=8, dim=4096, hidden_dim=1536, max_tokens=16384),
     "EP=72 one expert, K=1": dict(ep_size=72, num_local_experts=1, top_k=1, dim=64, hidden_dim=64, max_tokens=1000),
+    "EP=1 64 experts, K=1": dict(ep_size=1, num_local_experts=64, top_k=1, dim=128, hidden_dim=64, max_tokens=300),
+    "EP=8 rows on one rank, K=1": dict(
+        ep_size=1, num_local_experts=16, top_k=1, dim=2048, hidden_dim=768, max_tokens=131072
+    ),
     "EP=1 512 experts, K=32": dict(
         ep_size=1, num_local_experts=512, top_k=32, dim=7168, hidden_dim=64, max_tokens=1000
     ),

@@ -112,7 +112,9 @@ def test_operator_registration_is_sound():
 
 
 def bad(**changes):
-    named = dict(zip(("x_TD", "topk_ids_TK", "topk_scores_TK", "w1_EFD", "w2_EDF", "w3_EFD"), random_layer(5, 8, 16, 4, 2)))
+    named = dict(
+        zip(("x_TD", "topk_ids_TK", "topk_scores_TK", "w1_EFD", "w2_EDF", "w3_EFD"), random_layer(5, 8, 16, 4, 2))
+    )
     options = {}
     for name, change in changes.items():
         if name in named:

@@ -50,7 +50,9 @@ def test_mega_moe_trains_as_all_to_all_does(four_ranks, ep, baseline):
 def test_experts_see_the_same_tokens(four_ranks):
     """Token counts feed the load-balancing bias: no strategy may count twice, or others than the router chose."""
     for ep in (1, 2, 4):
-        pairs = zip(four_ranks["mega_moe", ep].tokens_per_expert, four_ranks["all_to_all", 4].tokens_per_expert, strict=True)
+        pairs = zip(
+            four_ranks["mega_moe", ep].tokens_per_expert, four_ranks["all_to_all", 4].tokens_per_expert, strict=True
+        )
         for ours, theirs in pairs:
             assert torch.equal(ours, theirs)
 

@@ -251,6 +251,7 @@ def _backward(ctx, grads):
 
 reference_forward.register_autograd(_backward, setup_context=_setup_context)
 
+
 @torch.library.custom_op("titan_megamoe::hopper_forward", mutates_args=())
 def hopper_forward(
     x_TD: torch.Tensor,

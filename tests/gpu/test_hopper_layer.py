@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
+from tests.gpu.ranks import run_ranks_on_one_gpu
 from tests.oracle import dense_moe, gradients, relative_error
 from titan_megamoe import check_step, hopper, mega_moe
 
@@ -126,24 +125,9 @@ def test_compiled_block_has_no_graph_break():
 # ---- ranks in processes of their own, on one GPU
 
 
-def layer_on_ranks(rank: int, world_size: int, folder: str, cases: list[tuple]) -> None:
-    # NCCL takes ranks on one device for ranks of different hosts; symmetric memory is told not to mind.
-    os.environ.update(
-        NCCL_HOSTID=f"host{rank}",
-        NCCL_SOCKET_IFNAME="lo",
-        NCCL_IB_DISABLE="1",
-        NCCL_SHM_DISABLE="1",
-        NCCL_P2P_DISABLE="1",
-        TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES="1",
-    )
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
-    try:
-        for seed, (tokens_per_rank, dim, hidden, experts, top_k, hot) in enumerate(cases):
-            check_layer(rank, tokens_per_rank, dim, hidden, experts, top_k, hot, seed)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+def layer_on_ranks(rank: int, cases: list[tuple]) -> None:
+    for seed, (tokens_per_rank, dim, hidden, experts, top_k, hot) in enumerate(cases):
+        check_layer(rank, tokens_per_rank, dim, hidden, experts, top_k, hot, seed)
 
 
 def check_layer(rank, tokens_per_rank, dim, hidden, experts, top_k, hot, seed) -> None:
@@ -182,6 +166,5 @@ def cases_for(world_size: int, random_routings: int) -> list[tuple]:
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_ranks_on_one_gpu_match_fp64(world_size):
-    with tempfile.TemporaryDirectory() as folder:
-        cases = cases_for(world_size, random_routings=int(os.environ.get("RANDOM_ROUTINGS", 40)))
-        mp.spawn(layer_on_ranks, args=(world_size, folder, cases), nprocs=world_size)
+    cases = cases_for(world_size, random_routings=int(os.environ.get("RANDOM_ROUTINGS", 40)))
+    run_ranks_on_one_gpu(layer_on_ranks, world_size, cases)

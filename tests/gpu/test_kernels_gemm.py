@@ -1,5 +1,5 @@
-"""``pull_gemm`` and ``gemm_push`` on a GPU, with virtual ranks in one process: against fp64, bitwise, and when things go
-wrong."""
+"""``pull_gemm`` and ``gemm_push`` on a GPU, with virtual ranks in one process: against fp64, bitwise, and when things
+go wrong."""
 
 from __future__ import annotations
 
@@ -106,9 +106,7 @@ class Layer:
         if self.shape.ep_size == 1:
             to = dict(out_TD=out_TD)
         else:
-            to = dict(
-                slots_addresses_P=self.workspaces[rank].addresses.slots_P, max_tokens=self.shape.max_tokens
-            )
+            to = dict(slots_addresses_P=self.workspaces[rank].addresses.slots_P, max_tokens=self.shape.max_tokens)
         gemm_push(
             plan or self.plans[rank],
             self.counters[rank],

@@ -3,17 +3,15 @@ taken."""
 
 from __future__ import annotations
 
-import os
 import statistics
-import tempfile
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
+from tests.gpu.ranks import run_ranks_on_one_gpu
 from tests.test_kernel_plan import check_kernel_plan, publish_all
 from titan_megamoe.kernels import combine
 from titan_megamoe.kernels.plan import build_kernel_plan, read_sizes
@@ -234,46 +232,30 @@ def test_reduction_adds_what_was_sent_in_rank_order(dtype, ep_size, num_local_ex
 # ---- ranks in processes of their own, on one GPU
 
 
-def plan_on_rank(rank: int, world_size: int, folder: str) -> None:
-    # NCCL takes ranks on one device for ranks of different hosts, symmetric memory is told not to mind.
-    os.environ.update(
-        NCCL_HOSTID=f"host{rank}",
-        NCCL_SOCKET_IFNAME="lo",
-        NCCL_IB_DISABLE="1",
-        NCCL_SHM_DISABLE="1",
-        NCCL_P2P_DISABLE="1",
-        TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES="1",
-    )
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+def plan_on_rank(rank: int, world_size: int) -> None:
+    shape = layer_shape(world_size, 4, 2, 64)
+    workspace = get_workspace(dist.group.WORLD, shape, "cuda", deadline_seconds=20)
+    assert get_workspace(dist.group.WORLD, shape, "cuda") is workspace
+    for call in range(3):
+        tokens_per_rank = [10 + (7 * r + call) % 50 for r in range(world_size)]
+        ids_NK = random_ids(tokens_per_rank, shape.num_experts, 2, seed=call)
+        scores_NK = torch.rand(ids_NK.shape, generator=torch.Generator().manual_seed(call)).cuda()
+        mine = slice(sum(tokens_per_rank[:rank]), sum(tokens_per_rank[: rank + 1]))
+        x_TD = torch.zeros(tokens_per_rank[rank], 64, device="cuda").bfloat16()
+        combine.publish(workspace, x_TD, ids_NK[mine], scores_NK[mine])
+        combine.handshake(workspace, PHASE_PUBLISHED)
+        plan, _ = build_kernel_plan(workspace)
+        combine.handshake(workspace, PHASE_ALL_SENT)
+        workspace.check()
+        check_kernel_plan(plan, workspace, ids_NK, scores_NK, tokens_per_rank)
     try:
-        shape = layer_shape(world_size, 4, 2, 64)
-        workspace = get_workspace(dist.group.WORLD, shape, "cuda", deadline_seconds=20)
-        assert get_workspace(dist.group.WORLD, shape, "cuda") is workspace
-        for call in range(3):
-            tokens_per_rank = [10 + (7 * r + call) % 50 for r in range(world_size)]
-            ids_NK = random_ids(tokens_per_rank, shape.num_experts, 2, seed=call)
-            scores_NK = torch.rand(ids_NK.shape, generator=torch.Generator().manual_seed(call)).cuda()
-            mine = slice(sum(tokens_per_rank[:rank]), sum(tokens_per_rank[: rank + 1]))
-            x_TD = torch.zeros(tokens_per_rank[rank], 64, device="cuda").bfloat16()
-            combine.publish(workspace, x_TD, ids_NK[mine], scores_NK[mine])
-            combine.handshake(workspace, PHASE_PUBLISHED)
-            plan, _ = build_kernel_plan(workspace)
-            combine.handshake(workspace, PHASE_ALL_SENT)
-            workspace.check()
-            check_kernel_plan(plan, workspace, ids_NK, scores_NK, tokens_per_rank)
-        try:
-            get_workspace(dist.group.WORLD, layer_shape(world_size, 4, 2, 65 + rank), "cuda")
-        except ValueError as error:
-            assert "max_tokens is 65 on rank 0 but 66 on rank 1" in str(error)
-        else:
-            raise AssertionError("ranks that disagree about max_tokens were not refused")
-        dist.barrier()  # NCCL reports a rank that leaves while another still talks to it
-    finally:
-        dist.destroy_process_group()
+        get_workspace(dist.group.WORLD, layer_shape(world_size, 4, 2, 65 + rank), "cuda")
+    except ValueError as error:
+        assert "max_tokens is 65 on rank 0 but 66 on rank 1" in str(error)
+    else:
+        raise AssertionError("ranks that disagree about max_tokens were not refused")
 
 
 @pytest.mark.parametrize("world_size", [2])
 def test_ranks_in_processes_of_their_own(world_size):
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(plan_on_rank, args=(world_size, folder), nprocs=world_size)
+    run_ranks_on_one_gpu(plan_on_rank, world_size, world_size)

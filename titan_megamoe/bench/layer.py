@@ -240,7 +240,9 @@ def plot(report: dict, path: Path) -> None:
     axes.barh(list(results), backward, left=forward, label="backward")
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds")
-    axes.set_title(f"{report['shape_name']}, {report['tokens']} tokens, EP = {report['ep_size']}, {report['environment']['gpu']}")
+    axes.set_title(
+        f"{report['shape_name']}, {report['tokens']} tokens, EP = {report['ep_size']}, {report['environment']['gpu']}"
+    )
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
@@ -248,10 +250,14 @@ def plot(report: dict, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m titan_megamoe.bench.layer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m titan_megamoe.bench.layer",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b")
-    parser.add_argument("--tokens", type=int, default=16384, help="per rank (the ep8 shapes: 131072 gives EP = 8's rows)")
+    parser.add_argument(
+        "--tokens", type=int, default=16384, help="per rank (the ep8 shapes: 131072 gives EP = 8's rows)"
+    )
     parser.add_argument("--only", action="append", help="an implementation; repeat for several (default: all)")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=20)

@@ -71,59 +71,67 @@ def _unless(key: str) -> Callable[[Any, dict[str, Any]], bool]:
     return lambda value, values: not values.get(key)
 
 
-REMOVED_KEYS = {
-    "job.config_file": Removed(_any, ""),
-    "job.description": Removed(_any, ""),
-    "job.custom_config_module": Removed(_only("", None), "import your components through override.imports"),
-    "model.tokenizer_path": Removed(_only(None, ""), "use hf_assets_path (the folder with the tokenizer's files)"),
-    "model.print_after_conversion": Removed(_only(False), "0.3.0 does not print the model; drop the key"),
-    "optimizer.early_step_in_backward": Removed(_only(False), "0.3.0 always steps after backward"),
-    "parallelism.disable_loss_parallel": Removed(_only(False), "0.3.0 always uses loss parallel with tensor parallel"),
-    "parallelism.enable_compiled_autograd": Removed(_only(False), "0.3.0 has no compiled autograd"),
-    "parallelism.expert_tensor_parallel_degree": Removed(
-        _only(1), "0.3.0 does not split experts over tensor-parallel ranks under expert parallelism; use 1"
-    ),
-    "parallelism.context_parallel_rotate_method": Removed(_only("allgather"), "0.3.0 gathers; use 'allgather'"),
-    "parallelism.pipeline_parallel_expert_parallel_overlap": Removed(_any, ""),
-    "checkpoint.enable_ft_dataloader_checkpoints": Removed(_any, ""),
-    "activation_checkpoint.early_stop": Removed(_only(False), "0.3.0 always recomputes to the end"),
-    "activation_checkpoint.selective_ac_option": Removed(
-        lambda value, values: value == "op" or values.get("activation_checkpoint.mode", "selective") != "selective",
-        "0.3.0 has per-operator selective checkpointing only; use 'op'",
-    ),
-    "quantize.linear.float8.enable_fsdp_float8_all_gather": Removed(
-        _only(False), "it belongs to tensorwise scaling, which 0.3.0 dropped; use false"
-    ),
-    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": Removed(
-        _only(False), "it belongs to tensorwise scaling, which 0.3.0 dropped; use false"
-    ),
-    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": Removed(_any, ""),
-    "quantize.linear.mx.recipe_name": Removed(_only("mxfp8_cublas"), "0.3.0 has one MXFP8 linear recipe"),
-    "quantize.grouped_mm.float8.fqns": Removed(
-        _only([], ["experts"], "experts"), "0.3.0 converts every layer's grouped experts; use ['experts']"
-    ),
-    "quantize.grouped_mm.mx.fqns": Removed(
-        _only([], ["experts"], "experts"), "0.3.0 converts every layer's grouped experts; use ['experts']"
-    ),
-    "memory_estimation.enable": Removed(_only(False), "0.3.0 has no memory estimation"),
-    "memory_estimation.disable_fake_mode": Removed(_unless("memory_estimation.enable"), "0.3.0 has no memory estimation"),
-    "experimental.custom_import": Removed(_only(""), "use override.imports"),
-    "experimental.custom_args_module": Removed(_only(""), "use override.imports"),
-    "validation.local_batch_size": Removed(
-        _same_as("training.local_batch_size", 8), "0.3.0 validates with training.local_batch_size"
-    ),
-    "validation.seq_len": Removed(_same_as("training.seq_len", 2048), "0.3.0 validates with training.seq_len"),
-} | {
-    f"fault_tolerance.{key}": Removed(_unless("fault_tolerance.enable"), "use torchtitan.experiments.torchft")
-    for key in (
-        "process_group",
-        "process_group_timeout_ms",
-        "replica_id",
-        "group_size",
-        "min_replica_size",
-        "semi_sync_method",
-    )
-} | {"fault_tolerance.enable": Removed(_only(False), "use torchtitan.experiments.torchft")}
+REMOVED_KEYS = (
+    {
+        "job.config_file": Removed(_any, ""),
+        "job.description": Removed(_any, ""),
+        "job.custom_config_module": Removed(_only("", None), "import your components through override.imports"),
+        "model.tokenizer_path": Removed(_only(None, ""), "use hf_assets_path (the folder with the tokenizer's files)"),
+        "model.print_after_conversion": Removed(_only(False), "0.3.0 does not print the model; drop the key"),
+        "optimizer.early_step_in_backward": Removed(_only(False), "0.3.0 always steps after backward"),
+        "parallelism.disable_loss_parallel": Removed(
+            _only(False), "0.3.0 always uses loss parallel with tensor parallel"
+        ),
+        "parallelism.enable_compiled_autograd": Removed(_only(False), "0.3.0 has no compiled autograd"),
+        "parallelism.expert_tensor_parallel_degree": Removed(
+            _only(1), "0.3.0 does not split experts over tensor-parallel ranks under expert parallelism; use 1"
+        ),
+        "parallelism.context_parallel_rotate_method": Removed(_only("allgather"), "0.3.0 gathers; use 'allgather'"),
+        "parallelism.pipeline_parallel_expert_parallel_overlap": Removed(_any, ""),
+        "checkpoint.enable_ft_dataloader_checkpoints": Removed(_any, ""),
+        "activation_checkpoint.early_stop": Removed(_only(False), "0.3.0 always recomputes to the end"),
+        "activation_checkpoint.selective_ac_option": Removed(
+            lambda value, values: value == "op" or values.get("activation_checkpoint.mode", "selective") != "selective",
+            "0.3.0 has per-operator selective checkpointing only; use 'op'",
+        ),
+        "quantize.linear.float8.enable_fsdp_float8_all_gather": Removed(
+            _only(False), "it belongs to tensorwise scaling, which 0.3.0 dropped; use false"
+        ),
+        "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": Removed(
+            _only(False), "it belongs to tensorwise scaling, which 0.3.0 dropped; use false"
+        ),
+        "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": Removed(_any, ""),
+        "quantize.linear.mx.recipe_name": Removed(_only("mxfp8_cublas"), "0.3.0 has one MXFP8 linear recipe"),
+        "quantize.grouped_mm.float8.fqns": Removed(
+            _only([], ["experts"], "experts"), "0.3.0 converts every layer's grouped experts; use ['experts']"
+        ),
+        "quantize.grouped_mm.mx.fqns": Removed(
+            _only([], ["experts"], "experts"), "0.3.0 converts every layer's grouped experts; use ['experts']"
+        ),
+        "memory_estimation.enable": Removed(_only(False), "0.3.0 has no memory estimation"),
+        "memory_estimation.disable_fake_mode": Removed(
+            _unless("memory_estimation.enable"), "0.3.0 has no memory estimation"
+        ),
+        "experimental.custom_import": Removed(_only(""), "use override.imports"),
+        "experimental.custom_args_module": Removed(_only(""), "use override.imports"),
+        "validation.local_batch_size": Removed(
+            _same_as("training.local_batch_size", 8), "0.3.0 validates with training.local_batch_size"
+        ),
+        "validation.seq_len": Removed(_same_as("training.seq_len", 2048), "0.3.0 validates with training.seq_len"),
+    }
+    | {
+        f"fault_tolerance.{key}": Removed(_unless("fault_tolerance.enable"), "use torchtitan.experiments.torchft")
+        for key in (
+            "process_group",
+            "process_group_timeout_ms",
+            "replica_id",
+            "group_size",
+            "min_replica_size",
+            "semi_sync_method",
+        )
+    }
+    | {"fault_tolerance.enable": Removed(_only(False), "use torchtitan.experiments.torchft")}
+)
 
 
 def is_legacy(path: str) -> bool:

@@ -78,7 +78,9 @@ def _split_arguments(argv: list[str]) -> tuple[str | None, bool, dict[str, Any],
         else:
             rest.append(token)
     if file is None and not {"--help", "-h"} & set(rest):
-        raise ConfigError("command line: --config FILE.toml is missing (for example train_configs/qwen3_moe_debug.toml).")
+        raise ConfigError(
+            "command line: --config FILE.toml is missing (for example train_configs/qwen3_moe_debug.toml)."
+        )
     return file, print_only, options, rest
 
 
@@ -98,7 +100,9 @@ def _parse_value(words: list[str]) -> Any:
 def _read(file: str) -> dict[str, Any]:
     path = Path(file)
     if path.suffix != ".toml":
-        raise ConfigError(f"--config {file}: expected a .toml file (TorchTitan's Python configs run with torchtitan.train).")
+        raise ConfigError(
+            f"--config {file}: expected a .toml file (TorchTitan's Python configs run with torchtitan.train)."
+        )
     try:
         return tomli.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -135,7 +139,12 @@ def _apply_tyro(config: MegaMoETrainer.Config, rest: list[str]) -> MegaMoETraine
     ConfigManager.register_tyro_rules(custom_registry)
     try:
         return tyro.cli(
-            type(config), args=rest, default=config, registry=custom_registry, prog="titan_megamoe.train", description=USAGE
+            type(config),
+            args=rest,
+            default=config,
+            registry=custom_registry,
+            prog="titan_megamoe.train",
+            description=USAGE,
         )
     except (ValueError, AssertionError) as error:  # a field's own check, run while tyro built its section
         raise ConfigError(f"command line: {error}") from error

@@ -124,7 +124,14 @@ def describe(annotation: Any) -> str:
         return "[" + ", ".join(describe(a) for a in args) + "]"
     if origin is dict or dataclasses.is_dataclass(annotation):
         return "a table"
-    names = {str: "a string", int: "an integer", float: "a number", bool: "true or false", dict: "a table", list: "a list"}
+    names = {
+        str: "a string",
+        int: "an integer",
+        float: "a number",
+        bool: "true or false",
+        dict: "a table",
+        list: "a list",
+    }
     return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 

@@ -106,7 +106,9 @@ def check_versions() -> None:
         )
     torchtitan = importlib.metadata.version("torchtitan")
     if torchtitan != TESTED_TORCHTITAN:
-        logger.warning("TorchTitan %s is untested with titan_megamoe, which is written for %s.", torchtitan, TESTED_TORCHTITAN)
+        logger.warning(
+            "TorchTitan %s is untested with titan_megamoe, which is written for %s.", torchtitan, TESTED_TORCHTITAN
+        )
 
 
 def default_spmd_backend() -> str:

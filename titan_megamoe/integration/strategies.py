@@ -81,16 +81,15 @@ def _unreachable_peer(config) -> str | None:
 
 def _missing_for_mega_moe(config) -> str | None:
     if not config.training.disable_cuda_graphs:
-        return (
-            "it counts rows on the host, which a CUDA graph cannot capture. "
-            "Set training.disable_cuda_graphs = true."
-        )
+        return "it counts rows on the host, which a CUDA graph cannot capture. Set training.disable_cuda_graphs = true."
     if any(name.startswith("quantize.grouped_mm") for name in config.model.converters):
         return (
             "it has its own precisions and cannot run converted experts. Remove the quantize.grouped_mm converter from "
             "model.converters and set model.moe.dispatch.precision."
         )
-    uses_symmetric_memory = config.model.moe.dispatch.backend != "reference" and hopper.missing_on_this_machine() is None
+    uses_symmetric_memory = (
+        config.model.moe.dispatch.backend != "reference" and hopper.missing_on_this_machine() is None
+    )
     if uses_symmetric_memory and config.parallelism.expert_parallel_degree > 1:
         return _unreachable_peer(config)
     return None

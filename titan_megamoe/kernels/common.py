@@ -10,10 +10,10 @@ Both kernels are persistent and warp-specialised. One CTA per SM runs these role
 The scheduler exists because a claim is a chain of dependent accesses to global memory (queue, tables, counters), about
 3 us, in which a producer that did it itself would not load: that cost 13% when it was tried.
 
-Items are claimed in an order in which each waits only for items claimed before it, by whoever is resident, so any number
-of CTAs makes progress, even one. A wait for another CTA (a count in global memory) has a deadline; past it the role that
-waited records what for, and ends, and so do those it hands work to. Waits within a CTA (mbarriers) need none: each ends
-when the CTA's own loads, products and roles do.
+Items are claimed in an order in which each waits only for items claimed before it, by whoever is resident, so any
+number of CTAs makes progress, even one. A wait for another CTA (a count in global memory) has a deadline; past it the
+role that waited records what for, and ends, and so do those it hands work to. Waits within a CTA (mbarriers) need none:
+each ends when the CTA's own loads, products and roles do.
 
 Shape suffixes are those of ``plan_tables.py``.
 """

@@ -13,14 +13,14 @@ A row's way through the kernel (roles: see ``common.py``):
     a communication warp    claims tokens from the send list, waits until the tiles of their rows are done, reads the
                             rows, adds them up in fp32, rounds once, writes the sums to the owners' memory
 
-A token can be sent when its last expert is done. With top-8 of 128 experts on one rank that is late: half of the tokens
-have a route among the last 8% of the experts. Two things shorten that tail. The columns of y are computed in two passes,
-all experts for the first half of the columns, then all for the second, so that the first half is sent while the second
-is multiplied. And consumers that find no more tiles turn into communication warps.
+A token can be sent when its last expert is done. With top-8 of 128 experts on one rank that is late: half of the
+tokens have a route among the last 8% of the experts. Two things shorten that tail. The columns of y are computed in two
+passes, all experts for the first half of the columns, then all for the second, so that the first half is sent while the
+second is multiplied. And consumers that find no more tiles turn into communication warps.
 
 y is rounded to bf16 before the scores are applied, one rounding more than in ``reference.py``: fp32 would double the
-traffic of what is already the most memory-bound part of the layer. Rounding is relative, so the scores do not change its
-error.
+traffic of what is already the most memory-bound part of the layer. Rounding is relative, so the scores do not change
+its error.
 
 Shape suffixes are those of ``plan_tables.py``.
 """
@@ -186,8 +186,8 @@ _SECOND_PASS = gl.constexpr(1 << 16)
 
 @gluon.jit
 def _schedule(planned, queue, tiles, EP_SIZE: gl.constexpr, TILES_N: gl.constexpr, FIRST_TILES: gl.constexpr):
-    """Scheduler: hand out all tiles of the first pass, then all of the second. Within a pass, those that share their rows
-    come one after the other."""
+    """Scheduler: hand out all tiles of the first pass, then all of the second. Within a pass, those that share their
+    rows come one after the other."""
     sizes, expert_start_e1, tile_expert_M, tile_rows_M = planned
     ring, ring_full, ring_empty = tiles
     LAST_TILES: gl.constexpr = TILES_N - FIRST_TILES
@@ -263,8 +263,8 @@ def _multiply(
 ):
     """Consumer: 64 rows x BLOCK_N columns of y, tile after tile.
 
-    The two consumers share one buffer for y and take turns, the first one first. So they drift apart until one multiplies
-    while the other empties its accumulators, and the tensor cores do not wait.
+    The two consumers share one buffer for y and take turns, the first one first. So they drift apart until one
+    multiplies while the other empties its accumulators, and the tensor cores do not wait.
     """
     operands, y_buf, turns, y_full, stages, tiles = consumer
     h_bufs, w2_bufs = operands
@@ -389,7 +389,7 @@ def _look_up(
     layout: gl.constexpr,
     layout_tw: gl.constexpr,
 ):
-    """What the plan says of the tokens from ``first`` on in the send list; past its end they have no source and no rows.
+    """What the plan says of the tokens from ``first`` on in the send list; past its end they have no source, no rows.
 
     Returns:
         source_t: owner rank << 32 | token, or -1; laid out as the sums.
@@ -646,45 +646,49 @@ def gemm_push_kernel(
             (
                 _multiply_and_send,
                 (
-                    0, consumer, sent, NUM_STEPS, STAGES, BLOCK_N, DIM, TOP_K, EP_SIZE, TILES_N, FIRST_TILES,
-                    WARP_TOKENS, ROUTES, COLUMNS,
+                    0,
+                    consumer,
+                    sent,
+                    NUM_STEPS,
+                    STAGES,
+                    BLOCK_N,
+                    DIM,
+                    TOP_K,
+                    EP_SIZE,
+                    TILES_N,
+                    FIRST_TILES,
+                    WARP_TOKENS,
+                    ROUTES,
+                    COLUMNS,
                 ),
             ),
             (
                 _multiply_and_send,
                 (
-                    1, consumer, sent, NUM_STEPS, STAGES, BLOCK_N, DIM, TOP_K, EP_SIZE, TILES_N, FIRST_TILES,
-                    WARP_TOKENS, ROUTES, COLUMNS,
+                    1,
+                    consumer,
+                    sent,
+                    NUM_STEPS,
+                    STAGES,
+                    BLOCK_N,
+                    DIM,
+                    TOP_K,
+                    EP_SIZE,
+                    TILES_N,
+                    FIRST_TILES,
+                    WARP_TOKENS,
+                    ROUTES,
+                    COLUMNS,
                 ),
             ),
             (_load, (descs, operands, stages, tiles, DIM, NUM_STEPS, STAGES, BLOCK_N)),
             (_schedule, (planned, queue, tiles, EP_SIZE, TILES_N, FIRST_TILES)),
             (_store, (stored, tiles, BLOCK_N, FIRST_TILES)),
             (_idle, ()),
-            (
-                _send_if,
-                (
-                    COMM_WARPS > 0, sent, DIM, TOP_K, EP_SIZE, TILES_N, FIRST_TILES, WARP_TOKENS, ROUTES, COLUMNS,
-                ),
-            ),
-            (
-                _send_if,
-                (
-                    COMM_WARPS > 1, sent, DIM, TOP_K, EP_SIZE, TILES_N, FIRST_TILES, WARP_TOKENS, ROUTES, COLUMNS,
-                ),
-            ),
-            (
-                _send_if,
-                (
-                    COMM_WARPS > 2, sent, DIM, TOP_K, EP_SIZE, TILES_N, FIRST_TILES, WARP_TOKENS, ROUTES, COLUMNS,
-                ),
-            ),
-            (
-                _send_if,
-                (
-                    COMM_WARPS > 3, sent, DIM, TOP_K, EP_SIZE, TILES_N, FIRST_TILES, WARP_TOKENS, ROUTES, COLUMNS,
-                ),
-            ),
+            (_send_if, (COMM_WARPS > 0, sent, DIM, TOP_K, EP_SIZE, TILES_N, FIRST_TILES, WARP_TOKENS, ROUTES, COLUMNS)),
+            (_send_if, (COMM_WARPS > 1, sent, DIM, TOP_K, EP_SIZE, TILES_N, FIRST_TILES, WARP_TOKENS, ROUTES, COLUMNS)),
+            (_send_if, (COMM_WARPS > 2, sent, DIM, TOP_K, EP_SIZE, TILES_N, FIRST_TILES, WARP_TOKENS, ROUTES, COLUMNS)),
+            (_send_if, (COMM_WARPS > 3, sent, DIM, TOP_K, EP_SIZE, TILES_N, FIRST_TILES, WARP_TOKENS, ROUTES, COLUMNS)),
         ],
         [4, 1, 1, 1, 1, 1, 1, 1, 1],
         [CONSUMER_REGS] + [OTHER_REGS] * 4 + [COMM_REGS] * 4,

@@ -301,7 +301,10 @@ def place_kernel(
     # Routes that have a row move to the front, the others take the places behind them as -1, so that one store per
     # table writes all K.
     kept_TK = is_kept_TK.to(tl.int32)
-    kept_before_TK = tl.cumsum(kept_TK, axis=1) - kept_TK
+    if TOP_K > 1:
+        kept_before_TK = tl.cumsum(kept_TK, axis=1) - kept_TK
+    else:  # a scan over one element, which Triton 3.6 fails to compile with 64 experts or more
+        kept_before_TK = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
     num_kept_T = tl.sum(kept_TK, axis=1)
     place_TK = tl.where(is_kept_TK, kept_before_TK, num_kept_T[:, None] + route_K[None, :] - kept_before_TK)
     scores = tl.load(scores_addresses_P + owner).to(tl.pointer_type(tl.float32))

@@ -282,10 +282,14 @@ class Counters:
         torch.int32, lambda s: (s.max_tiles,), "rows of the tile that have landed in the pool"
     )
     done_M: torch.Tensor = buffer(  # noqa: N815
-        torch.int32, lambda s: (s.max_tiles,), "N tiles of the down GEMM finished for the tile's rows"
+        torch.int32,
+        lambda s: (s.max_tiles,),
+        "N tiles of the down GEMM finished for the tile's rows: of the first pass in the low 16 bits, of the second above",
     )
     queue: torch.Tensor = buffer(
-        torch.int32, lambda s: (16,), "next item of: 0 pull list, 1 gate/up tiles, 2 down tiles, 3 send list"
+        torch.int32,
+        lambda s: (16,),
+        "next item of: 0 pull list, 1 gate/up tiles, 2 down tiles, 3 and 4 send list of the first and second pass",
     )
 
 

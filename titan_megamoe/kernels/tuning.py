@@ -52,8 +52,8 @@ class GemmPushTuning:
     """As in :class:`PullGemmTuning`; the third is that of producer, scheduler and store warp."""
 
 
-# Columns of a tile -> stages. Wider tiles read less from L2 per multiplication; the widest that divides F (or D) is used.
-# A stage holds 64 columns of 128 rows of A and of block_n rows of B (pull_gemm: of W1 and of W3), next to the output's
+# Columns of a tile -> stages. Wider tiles read less from L2 per product; the widest that divides F (or D) is used. A
+# stage holds 64 columns of 128 rows of A and of block_n rows of B (pull_gemm: of W1 and of W3), next to the output's
 # buffer (pull_gemm: 128 x block_n; gemm_push: 64 x block_n), all in bf16 and in 227 KiB.
 PULL_GEMM_STAGES = {128: 4, 64: 6}
 GEMM_PUSH_STAGES = {256: 4, 128: 6, 64: 8}
@@ -74,7 +74,7 @@ def tune_pull_gemm(dim: int, hidden_dim: int) -> PullGemmTuning:
 
 
 def tune_gemm_push(dim: int, hidden_dim: int, *, top_k: int, ep_size: int) -> GemmPushTuning:
-    """For tokens of ``dim`` (D) columns and ``top_k`` (K) routes, experts of ``hidden_dim`` (F), ``ep_size`` (P) ranks."""
+    """For tokens of ``dim`` (D) columns with ``top_k`` (K) routes, ``hidden_dim`` (F), and ``ep_size`` (P) ranks."""
     block_n = _widest(GEMM_PUSH_STAGES, dim, "dim")
     # Routes to this rank of a token that has any, if routing is random.
     local_routes = top_k / (ep_size * (1 - (1 - 1 / ep_size) ** top_k))
@@ -82,8 +82,8 @@ def tune_gemm_push(dim: int, hidden_dim: int, *, top_k: int, ep_size: int) -> Ge
     tokens, columns = GEMM_PUSH_ITEMS[routes]
     if top_k > 8 and tokens > 1:
         columns //= 2  # to make room for their routes
-    # Tokens with many routes here are complete, and can be sent, only near the end of a pass: so half of the columns are
-    # left to a second pass. Tokens with one or two routes are complete all along.
+    # Tokens with many routes here are complete, and can be sent, only near the end of a pass: so half of the columns
+    # are left to a second pass. Tokens with one or two routes are complete all along.
     last_tiles = dim // block_n // 2 if local_routes > 3 else 0
     return GemmPushTuning(
         block_n=block_n,
