@@ -38,11 +38,9 @@ class MegaMoERoutedExperts(RoutedExperts):
         check_precision(config.precision)
         self.precision = config.precision
         self.saved = config.saved
-        experts = config.inner_experts
-        # Resolved now: the model is built on the meta device, but trains on TorchTitan's.
-        device = torch.device(torchtitan.tools.utils.device_type)
-        self.backend = select_backend(config.backend, device, torch.bfloat16, experts.dim, experts.hidden_dim)
         self.capacity = config.capacity
+        self.asked_backend = config.backend
+        self.backend = self._resolve_backend(config.inner_experts.hidden_dim)
         self.ep_group: torch.distributed.ProcessGroup | None = None
         # The operator's saved outputs have as many rows as were routed here, which a compiled block must accept.
         torch._dynamo.config.capture_dynamic_output_shape_ops = True
@@ -61,7 +59,7 @@ class MegaMoERoutedExperts(RoutedExperts):
         del num_local_tokens_per_expert_E  # the operator counts for itself
         B, L, D = x_BLD.shape
         experts = self.inner_experts
-        w1_EFD, w2_EDF, w3_EFD = (_local_bf16(w) for w in (experts.w1_EFD, experts.w2_EDF, experts.w3_EFD))
+        w1_EFD, w2_EDF, w3_EFD = (_local(w).bfloat16() for w in (experts.w1_EFD, experts.w2_EDF, experts.w3_EFD))
         out_TD = mega_moe(
             x_BLD.reshape(B * L, D).bfloat16(),
             topk_expert_ids_BLK.reshape(B * L, -1),
@@ -82,7 +80,16 @@ class MegaMoERoutedExperts(RoutedExperts):
         super().parallelize(parallel_dims)
         ep_mesh = parallel_dims.get_optional_mesh("ep")
         self.ep_group = ep_mesh.get_group() if ep_mesh is not None else None
+        # Tensor parallelism without expert parallelism splits the experts' hidden dimension.
+        self.backend = self._resolve_backend(_local(self.inner_experts.w1_EFD).shape[1])
+
+    def _resolve_backend(self, hidden_dim: int) -> str:
+        """Ahead of the forward, which may be traced and has no GPU to ask while the model is on the meta device."""
+        device = torch.device(torchtitan.tools.utils.device_type)
+        return select_backend(
+            self.asked_backend, device, torch.bfloat16, self.inner_experts.w1_EFD.shape[2], hidden_dim
+        )
 
 
-def _local_bf16(weight: torch.Tensor) -> torch.Tensor:
-    return (weight.to_local() if isinstance(weight, DTensor) else weight).bfloat16()
+def _local(weight: torch.Tensor) -> torch.Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
