@@ -3,11 +3,7 @@ and keeps its data in registers."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -17,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from tests.compiled import check_no_spills
 from titan_megamoe.kernels.gemm_push import gemm_push_constants, gemm_push_kernel
 from titan_megamoe.kernels.pull_gemm import pull_gemm_constants, pull_gemm_kernel
 from titan_megamoe.kernels.tuning import (
@@ -68,8 +65,7 @@ def compile_kernel(kernel, descriptors: dict[str, str], pointers: dict[str, str]
 
 def check(compiled, *, registers: tuple[int, int, int], block_n: int) -> None:
     ptx = compiled.asm["ptx"]
-    used = resources(compiled)
-    assert used["STACK"] == used["LOCAL"] == 0, used
+    check_no_spills(compiled)
     assert ".local" not in ptx
     assert compiled.metadata.shared <= SHARED_MEMORY
     # 512 threads: two consumers, the communication warps, the rest.
@@ -78,16 +74,6 @@ def check(compiled, *, registers: tuple[int, int, int], block_n: int) -> None:
     assert {*registers, 512 - sum(registers)} <= granted
     assert f"wgmma.mma_async.sync.aligned.m64n{min(block_n, 128)}k16" in ptx
     assert "cp.async.bulk.tensor" in ptx and "ld.acquire.gpu" in ptx and "globaltimer" in ptx
-
-
-def resources(compiled) -> dict[str, int]:
-    """Registers, stack and local memory of a compiled kernel, as the disassembler reports them."""
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = os.path.join(folder, "kernel.cubin")
-        Path(cubin).write_bytes(compiled.asm["cubin"])
-        usage = subprocess.run([cuobjdump, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
-    return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
 
 
 @pytest.mark.parametrize("saves_gate_up", [False, True])

@@ -3,12 +3,6 @@ registers."""
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import tempfile
-from pathlib import Path
-
 import pytest
 
 triton = pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
@@ -16,6 +10,7 @@ triton = pytest.importorskip("triton", reason="the kernels are written in Triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from tests.compiled import check_no_spills
 from titan_megamoe.kernels import combine, plan
 from titan_megamoe.kernels.plan_tables import BLOCK_M, LayerShape, PHASE_ALL_SENT, PHASE_PUBLISHED
 
@@ -46,21 +41,6 @@ def compile_kernel(kernel, pointers: dict[str, str], scalars: dict[str, str], co
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
     return triton.compile(source, target=HOPPER, options={"num_warps": num_warps})
-
-
-def resources(compiled) -> dict[str, int]:
-    """Registers, stack and local memory of a compiled kernel, as the disassembler reports them."""
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = os.path.join(folder, "kernel.cubin")
-        Path(cubin).write_bytes(compiled.asm["cubin"])
-        usage = subprocess.run([cuobjdump, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
-    return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
-
-
-def check_no_spills(compiled) -> None:
-    used = resources(compiled)
-    assert used["STACK"] == used["LOCAL"] == 0, used
 
 
 @pytest.fixture(params=SHAPES.values(), ids=SHAPES.keys())

@@ -31,13 +31,13 @@ def missing_on_this_machine() -> str | None:
     if torch.version.hip is not None or torch.cuda.get_device_capability() != (9, 0):
         return f"it needs a Hopper GPU (H100, H200), and this is {torch.cuda.get_device_name()}. Use backend = 'reference'."
     if importlib.util.find_spec("triton") is None:
-        return "it needs Triton 3.6 or newer, which is not installed: pip install triton."
+        return "it needs Triton 3.6 to 3.8, which is not installed: pip install 'triton>=3.6,<3.9'."
     try:
         import triton.experimental.gluon.language.nvidia.hopper  # noqa: F401
     except ImportError:
         import triton
 
-        return f"it needs Triton 3.6 or newer with Gluon, and {triton.__version__} is installed: pip install -U triton."
+        return f"it needs Triton 3.6 to 3.8 with Gluon, and {triton.__version__} is installed."
     return None
 
 

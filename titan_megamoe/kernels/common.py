@@ -25,7 +25,7 @@ import functools
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import plan_tables
@@ -47,6 +47,11 @@ STOP = gl.constexpr(-1)
 """In the work ring: there are no more tiles (or a wait failed)."""
 
 _FAULT_DEADLINE = gl.constexpr(plan_tables.FAULT_DEADLINE)
+
+# What newer Triton calls otherwise: the barrier since 3.7, the copies since 3.8 (and 3.9 refuses their old names).
+thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 DEFAULT_DEADLINE_SECONDS = 10.0
 """How long a role waits for another one of the same kernel; they differ by microseconds."""

@@ -41,6 +41,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import plan_tables
 from .common import (
+    async_load,
+    async_store,
     await_free_slot,
     BLOCK_K,
     BLOCK_M,
@@ -62,6 +64,7 @@ from .common import (
     record_late,
     RING_SLOTS,
     STOP,
+    thread_barrier,
     tile_descriptor,
     tile_in_turn,
     unpack_tile,
@@ -242,11 +245,11 @@ def _load(
             h_buf = h_bufs.index(stage)
             if rows > HALF_M:
                 mbarrier.expect(full, w2_desc.block_type.nbytes + h_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(h_desc, [row, k * BLOCK_K], full, h_buf)
+                async_load(h_desc, [row, k * BLOCK_K], full, h_buf)
             else:
                 mbarrier.expect(full, w2_desc.block_type.nbytes + half_h_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(half_h_desc, [row, k * BLOCK_K], full, h_buf.slice(0, HALF_M))
-            tma.async_copy_global_to_shared(w2_desc, [weight_row, k * BLOCK_K], full, w2_bufs.index(stage))
+                async_load(half_h_desc, [row, k * BLOCK_K], full, h_buf.slice(0, HALF_M))
+            async_load(w2_desc, [weight_row, k * BLOCK_K], full, w2_bufs.index(stage))
             step += 1
         finish_tile(ring_empty, count)
         count += 1
@@ -353,12 +356,12 @@ def _store(stored, tiles, BLOCK_N: gl.constexpr, FIRST_TILES: gl.constexpr):
         for half in gl.static_range(2):
             mbarrier.wait(y_full.index(half), count & 1)
             if rows > half * HALF_M:
-                tma.async_copy_shared_to_global(y_desc, [m * BLOCK_M + half * HALF_M, n * BLOCK_N], y_buf)
+                async_store(y_desc, [m * BLOCK_M + half * HALF_M, n * BLOCK_N], y_buf)
                 tma.store_wait(0)  # the buffer has been read
             mbarrier.arrive(turns.index(1 - half), count=1)
         wait_for_tma_stores()
         fence_async_global()  # written by the copy engine, to be read by ordinary loads
-        gl.thread_barrier()
+        thread_barrier()
         gl.atomic_add(done_M + m, 1 if n < FIRST_TILES else _SECOND_PASS, sem="release", scope="gpu")
         count += 1
         tile = receive_tile(ring, ring_full, count)
@@ -507,7 +510,7 @@ def _send(
                 record_late(fault, rank, _KERNEL, _PHASE_DONE, tile, have, want)
                 num_unique = 0  # give up
             else:
-                gl.thread_barrier()  # what one lane has seen done, all lanes may read
+                thread_barrier()  # what one lane has seen done, all lanes may read
                 is_token_t = source_t >= 0
                 token_t = source_t & 0xFFFFFFFF
                 if EP_SIZE > 1:

@@ -36,6 +36,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import plan_tables
 from .common import (
+    async_load,
+    async_store,
     await_count,
     await_free_slot,
     BLOCK_K,
@@ -55,6 +57,7 @@ from .common import (
     record_late,
     RING_SLOTS,
     STOP,
+    thread_barrier,
     tile_descriptor,
     tile_in_turn,
     unpack_tile,
@@ -236,7 +239,7 @@ def _pull(
 
         # All lanes' parts of the rows are written, and the copy engine may read them, before they are counted.
         fence_async_global()
-        gl.thread_barrier()
+        thread_barrier()
         gl.atomic_add(arrival_M + row_tr // BLOCK_M, one_tr, mask=row_tr >= 0, sem="release", scope="gpu")
         first = following
 
@@ -312,12 +315,12 @@ def _load(
             pool_buf = pool_bufs.index(stage)
             if rows > HALF_M:
                 mbarrier.expect(full, WEIGHT_BYTES + pool_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(pool_desc, [row, k * BLOCK_K], full, pool_buf)
+                async_load(pool_desc, [row, k * BLOCK_K], full, pool_buf)
             else:
                 mbarrier.expect(full, WEIGHT_BYTES + half_pool_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(half_pool_desc, [row, k * BLOCK_K], full, pool_buf.slice(0, HALF_M))
-            tma.async_copy_global_to_shared(w1_desc, [weight_row, k * BLOCK_K], full, w1_bufs.index(stage))
-            tma.async_copy_global_to_shared(w3_desc, [weight_row, k * BLOCK_K], full, w3_bufs.index(stage))
+                async_load(half_pool_desc, [row, k * BLOCK_K], full, pool_buf.slice(0, HALF_M))
+            async_load(w1_desc, [weight_row, k * BLOCK_K], full, w1_bufs.index(stage))
+            async_load(w3_desc, [weight_row, k * BLOCK_K], full, w3_bufs.index(stage))
             step += 1
         finish_tile(ring_empty, count)
         count += 1
@@ -390,7 +393,7 @@ def _write(values, desc, buffer, row, column):
     tma.store_wait(0)
     buffer.store(values.to(gl.bfloat16))
     fence_async_shared()
-    tma.async_copy_shared_to_global(desc, [row, column], buffer)
+    async_store(desc, [row, column], buffer)
 
 
 @gluon.jit(do_not_specialize=["rank", "deadline_us"])
