@@ -3,6 +3,8 @@ registers."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 triton = pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
