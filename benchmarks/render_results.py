@@ -35,6 +35,8 @@ def render() -> str:
 
 def _environment(document: dict) -> str:
     environment = document["environment"]
+    if environment["gpus"] == 0:
+        return f"No GPU, torch {environment['torch']}, {environment['date']}"
     return f"{environment['gpus']} x {environment['gpu']}, torch {environment['torch']}, Triton {environment['triton']}, {environment['date']}"
 
 

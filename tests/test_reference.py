@@ -150,6 +150,7 @@ def set_at(tensor, index, value):
         (bad(precision="fp8"), ValueError, "precision = 'fp8' .* has no kernels"),
         (bad(saved="nothing"), ValueError, "saved = 'nothing' is not known"),
         (bad(backend="magic"), ValueError, "backend = 'magic' is not known"),
+        (bad(capacity=0.0), ValueError, "capacity = 0.0. Pass a positive multiple"),
     ],
 )
 def test_bad_input_is_refused(call, error, message):

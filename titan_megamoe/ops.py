@@ -87,6 +87,8 @@ def mega_moe(
     _check_arguments(x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD)
     check_precision(precision)
     _check_choice("saved", saved, SAVED)
+    if capacity is not None and capacity <= 0:
+        raise ValueError(f"mega_moe: capacity = {capacity}. Pass a positive multiple of T * K, such as 1.5, or None.")
     backend = select_backend(backend, x_TD.device, x_TD.dtype, x_TD.shape[1], w1_EFD.shape[1])
     tensors = (x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD)
     group_name = group.group_name if group else ""

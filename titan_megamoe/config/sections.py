@@ -53,7 +53,7 @@ class ModelSection:
     """Model family: a package under torchtitan.models (tested: qwen3)."""
 
     flavor: str = "debugmodel_moe"
-    """Size within the family: a flavor of TorchTitan's, or 'debugmodel_moe_small' (ours: about a second a step on 2 CPU cores)."""
+    """Size within the family: a flavor of TorchTitan's, or 'debugmodel_moe_small' (ours: under a second a step on 2 CPU cores)."""
 
     attn_backend: Literal["flex", "flex_flash", "varlen"] = "flex"
     """Attention kernel: FlexAttention, its FlashAttention backend (Hopper, Blackwell), or variable-length FlashAttention."""
