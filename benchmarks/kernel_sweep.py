@@ -1,9 +1,9 @@
-"""Check and time ``pull_gemm`` and ``gemm_push`` on one NVIDIA Hopper GPU.
+"""Check and time the GEMM kernels of forward and backward on one NVIDIA Hopper GPU.
 
     python benchmarks/kernel_sweep.py --json sweep.json [--shapes qwen3-30b qwen3-235b ...] [--repeats 20]
 
 Random routing (top-k of uniform random numbers), random bf16 data, outputs poisoned with NaN before they are checked
-against fp32. With EP = 8 all ranks' buffers are in this GPU's memory and the kernels of one rank run: the experts and
+against fp32 (forward; ``tests/gpu`` checks the backward). With EP = 8 all ranks' buffers are in this GPU's memory and the kernels of one rank run: the experts and
 rows of one GPU of eight, with HBM in the place of NVLink.
 
 Per shape and kernel: "fused", the kernel; and its parts alone. "gemm" is the same kernel with its rows already in place
@@ -23,6 +23,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -30,11 +31,27 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from titan_megamoe.bench.environment import describe_environment
 from titan_megamoe.kernels import combine
-from titan_megamoe.kernels.gemm_push import gemm_push
+from titan_megamoe.kernels.gemm_push import gemm_push, gemm_push_backward
 from titan_megamoe.kernels.plan import build_kernel_plan, read_sizes
-from titan_megamoe.kernels.plan_tables import BLOCK_M, Layout, LayerShape, PHASE_PUBLISHED, Rows, RowShape
+from titan_megamoe.kernels.plan_tables import (
+    BackwardRows,
+    BLOCK_M,
+    ForwardRows,
+    KeptRows,
+    LayerShape,
+    Layout,
+    PHASE_PUBLISHED,
+    RowShape,
+)
 from titan_megamoe.kernels.pull_gemm import pull_gemm
-from titan_megamoe.kernels.tuning import tune_gemm_push, tune_pull_gemm
+from titan_megamoe.kernels.pull_gemm_backward import pull_gemm_backward
+from titan_megamoe.kernels.tuning import (
+    tune_gemm_push,
+    tune_pull_gemm,
+    tune_pull_gemm_backward,
+    tune_weight_gradients,
+)
+from titan_megamoe.kernels.weight_gradients import weight_gradients
 from titan_megamoe.symmetric import virtual_workspaces
 
 QWEN3_30B = dict(dim=2048, hidden_dim=768, max_tokens=16384, top_k=8)
@@ -62,7 +79,7 @@ class Result:
 
 
 class Layer:
-    """One rank's share of a layer: inputs, plan, buffers, and the two kernels over them."""
+    """One rank's share of a layer: inputs, plan, buffers, and the kernels over them."""
 
     def __init__(self, shape: LayerShape):
         torch.manual_seed(0)
@@ -74,6 +91,7 @@ class Layer:
 
         tokens = [shape.max_tokens] * shape.ep_size
         self.x_NTD = [randn(t, dim) for t in tokens]
+        self.dout_NTD = [randn(t, dim) for t in tokens]
         self.ids_NTK = [torch.rand(t, shape.num_experts, device="cuda").topk(shape.top_k).indices for t in tokens]
         self.scores_NTK = [torch.rand(t, shape.top_k, device="cuda") for t in tokens]
         self.w1_EFD = randn(e, hidden_dim, dim, scale=dim**-0.5)
@@ -83,6 +101,8 @@ class Layer:
         workspaces = virtual_workspaces(shape, "cuda")
         for each in zip(workspaces, self.x_NTD, self.ids_NTK, self.scores_NTK):
             combine.publish(*each)
+        for workspace, dout_TD in zip(workspaces, self.dout_NTD):
+            combine.publish_rows(workspace, dout_TD=dout_TD)
         for half in (combine.signal, combine.wait):
             for workspace in workspaces:
                 half(workspace, PHASE_PUBLISHED)
@@ -91,8 +111,13 @@ class Layer:
         self.plan, self.counters = build_kernel_plan(self.workspace)
         self.sizes = read_sizes(self.plan, self.workspace)
         num_rows = BLOCK_M * self.sizes.num_tiles
-        self.rows: Rows = Layout(Rows, RowShape(layer=shape, num_rows=num_rows, keeps_gate_up=True)).allocate("cuda")
+        row_shape = RowShape(layer=shape, num_rows=num_rows)
+        groups = (Layout(group, row_shape).allocate("cuda") for group in (KeptRows, ForwardRows, BackwardRows))
+        self.rows = SimpleNamespace(**{name: tensor for group in groups for name, tensor in vars(group).items()})
         self.out_TD = torch.empty(shape.max_tokens, dim, dtype=torch.bfloat16, device="cuda")
+        self.dscores_TK = torch.empty(shape.max_tokens, shape.top_k, device="cuda")
+        self.dw1_EFD, self.dw2_EDF, self.dw3_EFD = map(torch.empty_like, (self.w1_EFD, self.w2_EDF, self.w3_EFD))
+        self.side = torch.cuda.Stream()
         self.tiles_only = replace(self.plan, sizes=self.plan.sizes * torch.tensor([1, 0, 1, 1], device="cuda").int())
         self.tokens_only = replace(self.plan, sizes=self.plan.sizes * torch.tensor([0, 1, 1, 1], device="cuda").int())
 
@@ -143,6 +168,62 @@ class Layer:
             **to,
             **kwargs,
         )
+
+    def pull_gemm_backward(self, plan=None) -> None:
+        names = ("gate_RF", "up_RF", *(field.name for field in fields(BackwardRows) if field.name != "dx_RD"))
+        pull_gemm_backward(
+            plan or self.plan,
+            self.counters,
+            dout_addresses_P=self.workspace.addresses.dout_P,
+            w2_EDF=self.w2_EDF,
+            fault=self.workspace.local.fault,
+            rank=self.rank,
+            deadline_seconds=2,
+            **{name: getattr(self.rows, name) for name in names},
+        )
+
+    def gemm_push_backward(self, plan=None) -> None:
+        addresses = self.workspace.addresses
+        if self.shape.ep_size == 1:
+            to = dict(dx_TD=self.out_TD, dscores_TK=self.dscores_TK)
+        else:
+            to = dict(slots_addresses_P=addresses.slots_P, score_slots_addresses_P=addresses.score_slots_P)
+            to["max_tokens"] = self.shape.max_tokens
+        gemm_push_backward(
+            plan or self.plan,
+            self.counters,
+            w1_EFD=self.w1_EFD,
+            w3_EFD=self.w3_EFD,
+            fault=self.workspace.local.fault,
+            rank=self.rank,
+            deadline_seconds=2,
+            **{name: getattr(self.rows, name) for name in ("dgate_RF", "dup_RF", "dx_RD", "dscore_parts_NR")},
+            **to,
+        )
+
+    def weight_gradients(self) -> None:
+        weight_gradients(
+            self.plan,
+            self.counters,
+            x_RD=self.rows.pool_RD,
+            dw1_EFD=self.dw1_EFD,
+            dw2_EDF=self.dw2_EDF,
+            dw3_EFD=self.dw3_EFD,
+            **{name: getattr(self.rows, name) for name in ("dout_RD", "dgate_RF", "dup_RF", "scaled_h_RF")},
+        )
+
+    def backward(self, *, beside: bool) -> None:
+        """All of it; ``beside``: the weight gradients on a stream of their own."""
+        self.pull_gemm_backward()
+        rows_are_there = torch.cuda.current_stream().record_event()
+        self.gemm_push_backward()
+        if beside:
+            with torch.cuda.stream(self.side):
+                self.side.wait_event(rows_are_there)
+                self.weight_gradients()
+            torch.cuda.current_stream().wait_stream(self.side)
+        else:
+            self.weight_gradients()
 
     def check(self) -> float:
         """Run both kernels on poisoned outputs. Returns the sums' relative error; raises if any is missing or wrong."""
@@ -211,7 +292,14 @@ def sweep(name: str, repeats: int) -> list[Result]:
         ("gemm_push", "fused", layer.reset, layer.gemm_push, down_flops),
         ("gemm_push", "gemm", layer.reset, lambda: layer.gemm_push(layer.tiles_only), down_flops),
         ("gemm_push", "rows", rows_done, lambda: layer.gemm_push(layer.tokens_only), None),
-        ("both", "fused", layer.reset, lambda: (layer.pull_gemm(), layer.gemm_push()), 3 * down_flops),
+        ("forward", "fused", layer.reset, lambda: (layer.pull_gemm(), layer.gemm_push()), 3 * down_flops),
+        ("pull_gemm_backward", "fused", layer.reset, layer.pull_gemm_backward, down_flops),
+        ("pull_gemm_backward", "gemm", rows_in_place, lambda: layer.pull_gemm_backward(layer.tiles_only), down_flops),
+        ("gemm_push_backward", "fused", layer.reset, layer.gemm_push_backward, gate_up_flops),
+        ("gemm_push_backward", "gemm", layer.reset, lambda: layer.gemm_push_backward(layer.tiles_only), gate_up_flops),
+        ("weight_gradients", "gemm", layer.reset, layer.weight_gradients, 3 * down_flops),
+        ("backward", "one stream", layer.reset, lambda: layer.backward(beside=False), 6 * down_flops),
+        ("backward", "two streams", layer.reset, lambda: layer.backward(beside=True), 6 * down_flops),
     )
     results = []
     for kernel, part, prepare, launch, flops in runs:
@@ -247,6 +335,8 @@ def main() -> None:
         tunings[name] = {
             "pull_gemm": asdict(tune_pull_gemm(shape.dim, shape.hidden_dim)),
             "gemm_push": asdict(tune_gemm_push(shape.dim, shape.hidden_dim, top_k=shape.top_k, ep_size=shape.ep_size)),
+            "pull_gemm_backward": asdict(tune_pull_gemm_backward(shape.dim, shape.hidden_dim)),
+            "weight_gradients": asdict(tune_weight_gradients(shape.dim, shape.hidden_dim)),
         }
         torch.cuda.empty_cache()
     report = {

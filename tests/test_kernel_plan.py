@@ -353,11 +353,40 @@ else:
             slots_PTD[rank, has_sent_T] = rows
             expected_TD[has_sent_T] += rows.float()
         out_TD = torch.full((num_tokens, 64), float("nan"), dtype=dtype)
-        combine.reduce_slots(workspace, out_TD)
+        combine.reduce_slots(workspace, ids_TK, out_TD)
         assert torch.equal(out_TD, expected_TD.to(dtype))
 
+    @pytest.mark.parametrize("ep_size, num_local_experts, top_k", [(2, 4, 2), (4, 2, 3), (9, 1, 9), (3, 2, 5)])
+    def test_score_gradients_find_their_routes(ep_size, num_local_experts, top_k):
+        workspace = virtual_workspaces(layer_shape(ep_size, num_local_experts, top_k, 40), "cpu")[1]
+        num_tokens = 37
+        ids_TK = random_ids([num_tokens], shape_experts := ep_size * num_local_experts, top_k)
+        ids_TK[5] = shape_experts - 1  # a token may name an expert several times
+        expected_TK = torch.randn(num_tokens, top_k, generator=torch.Generator().manual_seed(2))
+        slots_PTK = workspace.published.score_slots_PTK
+        slots_PTK.fill_(float("nan"))
+        for token, (ids, expected) in enumerate(zip(ids_TK.tolist(), expected_TK)):
+            for rank in range(ep_size):
+                routes = [k for k, expert in enumerate(ids) if expert // num_local_experts == rank]
+                slots_PTK[rank, token, : len(routes)] = expected[routes]
+        dscores_TK = torch.full((num_tokens, top_k), float("nan"))
+        combine.collect_score_slots(workspace, ids_TK, dscores_TK)
+        assert torch.equal(dscores_TK, expected_TK)
+
+    def test_rows_are_published_for_backward():
+        x_TD, dout_TD = torch.randn(3, 64).bfloat16(), torch.randn(3, 64).bfloat16()
+        published = (workspace := virtual_workspaces(layer_shape(2, 1, 1, 4), "cpu")[0]).published
+        combine.publish_rows(workspace, dout_TD=dout_TD)
+        assert torch.equal(published.dout_TD[:3], dout_TD) and not published.x_TD.any()
+        combine.publish_rows(workspace, dout_TD=dout_TD, x_TD=x_TD)
+        assert torch.equal(published.x_TD[:3], x_TD)
+        alone = get_workspace(None, layer_shape(1, 4, 2, 8), "cpu")
+        combine.publish_rows(alone, dout_TD=dout_TD, x_TD=x_TD)
+        assert alone.addresses.dout_P.tolist() == [dout_TD.data_ptr()]
+        assert alone.addresses.x_P.tolist() == [x_TD.data_ptr()]
+
     def test_reduction_without_tokens_and_with_one_rank():
-        workspace = virtual_workspaces(layer_shape(2, 1, 1, 4), "cpu")[0]
-        combine.reduce_slots(workspace, torch.empty(0, 64, dtype=torch.bfloat16))
+        workspace, ids_TK = virtual_workspaces(layer_shape(2, 1, 1, 4), "cpu")[0], torch.zeros(8, 2, dtype=torch.int64)
+        combine.reduce_slots(workspace, ids_TK[:0], torch.empty(0, 64, dtype=torch.bfloat16))
         with pytest.raises(ValueError, match="gemm_push writes out_TD itself"):
-            combine.reduce_slots(get_workspace(None, layer_shape(1, 4, 2, 8), "cpu"), torch.empty(8, 64))
+            combine.reduce_slots(get_workspace(None, layer_shape(1, 4, 2, 8), "cpu"), ids_TK, torch.empty(8, 64))

@@ -16,12 +16,16 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from tests.compiled import check_no_spills
 from titan_megamoe.kernels.gemm_push import gemm_push_constants, gemm_push_kernel
 from titan_megamoe.kernels.pull_gemm import pull_gemm_constants, pull_gemm_kernel
+from titan_megamoe.kernels.pull_gemm_backward import pull_gemm_backward_constants, pull_gemm_backward_kernel
 from titan_megamoe.kernels.tuning import (
     GEMM_PUSH_ITEMS,
     GEMM_PUSH_STAGES,
+    num_score_parts,
+    PULL_GEMM_BACKWARD_STAGES,
     PULL_GEMM_STAGES,
     tune_gemm_push,
     tune_pull_gemm,
+    tune_pull_gemm_backward,
 )
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -42,6 +46,9 @@ SHAPES = {
     "K=32 EP=16": (1984, 320, 32, 16),
     "K=32 EP=64": (2944, 448, 32, 64),
 }
+PLANNED = "sizes expert_start_e1 tile_expert_M tile_rows_M queue fault "
+"""Pointers to int32 that all of the kernels take."""
+
 pytestmark = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 
 
@@ -81,7 +88,7 @@ def test_pull_gemm(shape, saves_gate_up):
     dim, hidden_dim, top_k, ep_size = shape
     tuning = tune_pull_gemm(dim, hidden_dim)
     n = tuning.block_n
-    int32 = "sizes expert_start_e1 tile_expert_M tile_rows_M pull_rows_UK arrival_M queue fault"
+    int32 = PLANNED + "pull_rows_UK arrival_M"
     compiled = compile_kernel(
         pull_gemm_kernel,
         dict(pool_desc=matrix(128, 64), half_pool_desc=matrix(64, 64), w1_desc=matrix(n, 64), w3_desc=matrix(n, 64))
@@ -97,17 +104,46 @@ def test_pull_gemm(shape, saves_gate_up):
     assert ptx.count("fence.proxy.async.global") >= 2, "on the writing and on the reading side"
 
 
-def test_gemm_push(shape):
+def test_pull_gemm_backward(shape):
+    dim, hidden_dim, top_k, ep_size = shape
+    tuning = tune_pull_gemm_backward(dim, hidden_dim)
+    n = tuning.block_n
+    outputs = "gate_desc up_desc dgate_desc dup_desc scaled_h_desc"
+    floats = "pull_scores_UK row_scores_R dscore_parts_NR"
+    compiled = compile_kernel(
+        pull_gemm_backward_kernel,
+        dict(dout_desc=matrix(128, 64), half_dout_desc=matrix(64, 64), w2_desc=matrix(64, n))
+        | dict.fromkeys(outputs.split(), matrix(64, 64)),
+        dict.fromkeys((PLANNED + "pull_rows_UK arrival_M").split(), "i32")
+        | dict.fromkeys(floats.split(), "fp32")
+        | dict(pull_source_U="i64", dout_addresses_P="i64", dout_RD="bf16"),
+        pull_gemm_backward_constants(tuning, dim=dim, hidden_dim=hidden_dim, top_k=top_k, ep_size=ep_size),
+    )
+    check(compiled, registers=tuning.registers, block_n=n)
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_gemm_push(shape, is_backward):
     dim, hidden_dim, top_k, ep_size = shape
     tuning = tune_gemm_push(dim, hidden_dim, top_k=top_k, ep_size=ep_size)
     n = tuning.block_n
-    int32 = "sizes expert_start_e1 tile_expert_M tile_rows_M send_order_U pull_rows_UK done_M queue fault"
+    operands = dict(a_desc=matrix(128, 64), half_a_desc=matrix(64, 64))
+    operands |= dict(b_desc=matrix(64, n) if is_backward else matrix(n, 64))
+    score_outputs = ("i32" if not is_backward else "fp32") if ep_size == 1 else "i64"
     compiled = compile_kernel(
         gemm_push_kernel,
-        dict(h_desc=matrix(128, 64), half_h_desc=matrix(64, 64), w2_desc=matrix(n, 64), y_desc=matrix(64, n)),
-        dict.fromkeys(int32.split(), "i32")
-        | dict(pull_source_U="i64", pull_scores_UK="fp32", y_RD="bf16", out_TD="bf16", slots_addresses_P="i64"),
-        gemm_push_constants(tuning, dim=dim, hidden_dim=hidden_dim, top_k=top_k, ep_size=ep_size),
+        operands | {f"next_{name}": signature for name, signature in operands.items()} | dict(y_desc=matrix(64, n)),
+        dict.fromkeys((PLANNED + "send_order_U pull_rows_UK done_M").split(), "i32")
+        | dict(pull_source_U="i64", pull_scores_UK="fp32", y_RD="bf16", out_TD="bf16", slots_addresses_P="i64")
+        | dict(dscore_parts_NR="fp32" if is_backward else "i32", score_outputs=score_outputs),
+        gemm_push_constants(
+            tuning,
+            dim=dim,
+            hidden_dim=hidden_dim,
+            top_k=top_k,
+            ep_size=ep_size,
+            score_parts=num_score_parts(dim, hidden_dim) if is_backward else 0,
+        ),
     )
     check(compiled, registers=tuning.registers, block_n=n)
     ptx = compiled.asm["ptx"]
@@ -120,6 +156,8 @@ def test_the_shapes_reach_the_whole_table(shape):
     pulls = [tune_pull_gemm(dim, hidden_dim) for dim, hidden_dim, _, _ in SHAPES.values()]
     pushes = [tune_gemm_push(d, f, top_k=k, ep_size=p) for d, f, k, p in SHAPES.values()]
     assert {tuning.block_n for tuning in pulls} == set(PULL_GEMM_STAGES)
+    pulls = [tune_pull_gemm_backward(dim, hidden_dim) for dim, hidden_dim, _, _ in SHAPES.values()]
+    assert {tuning.block_n for tuning in pulls} == set(PULL_GEMM_BACKWARD_STAGES)
     assert {tuning.block_n for tuning in pushes} == set(GEMM_PUSH_STAGES)
     assert {tuning.routes for tuning in pushes} == set(GEMM_PUSH_ITEMS)
     assert {tuning.last_tiles > 0 for tuning in pushes} == {True, False}

@@ -139,13 +139,27 @@ def test_handshake(phase, ep_size, signals, waits):
     assert waits == bool(re.search(r"atom.*\.acquire.*\.sys|atom.*\.sys.*\.acquire", ptx)) == ("globaltimer" in ptx)
 
 
+@pytest.mark.parametrize("top_k", [1, 2, 8, 32])
+@pytest.mark.parametrize("ids_type", ["i32", "i64"])
+def test_collect_scores(top_k, ids_type):
+    compiled = compile_kernel(
+        combine.collect_scores_kernel,
+        dict(score_slots_PTK="fp32", ids_TK=ids_type, dscores_TK="fp32"),
+        dict(num_tokens="i32", max_tokens="i32"),
+        dict(NUM_LOCAL_EXPERTS=16, TOP_K=top_k, BLOCK_T=combine.collect_scores_tokens(top_k), BLOCK_K=top_k),
+        num_warps=4,
+    )
+    check_no_spills(compiled)
+
+
 @pytest.mark.parametrize("dim", [64, 1984, 2048, 4096, 7168])
 @pytest.mark.parametrize("ep_size", [2, 8, 72])
-def test_reduce(dim, ep_size):
+@pytest.mark.parametrize("ids_type", ["i32", "i64"])
+def test_reduce(dim, ep_size, ids_type):
     block_d = triton.next_power_of_2(dim)
     compiled = compile_kernel(
         combine.reduce_kernel,
-        dict(slots_PTD="bf16", ids_TK="i32", out_TD="bf16"),
+        dict(slots_PTD="bf16", ids_TK=ids_type, out_TD="bf16"),
         dict(max_tokens="i32"),
         dict(EP_SIZE=ep_size, NUM_LOCAL_EXPERTS=16, DIM=dim, TOP_K=8, BLOCK_K=8, BLOCK_D=block_d),
         num_warps=combine.reduce_warps(block_d),

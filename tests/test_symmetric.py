@@ -11,14 +11,16 @@ from hypothesis import given, settings, strategies as st
 
 from titan_megamoe.kernels.plan_tables import (
     ALIGNMENT,
+    BackwardRows,
     BLOCK_M,
     Counters,
     fault_error,
+    ForwardRows,
+    KeptRows,
     KernelPlan,
     LayerShape,
     Layout,
     PlanScratch,
-    Rows,
     RowShape,
 )
 from titan_megamoe.symmetric import (
@@ -84,13 +86,21 @@ def test_writing_one_buffer_changes_no_other(shape):
 @given(shapes, st.sampled_from(["activations", "inputs"]))
 def test_memory_plan_totals_are_the_layouts(shape, saved):
     memory = plan_memory(shape, saved=saved)
-    row_shape = RowShape(layer=shape, num_rows=memory.num_rows, keeps_gate_up=saved == "activations")
-    layouts = [Layout(group, shape) for group in GROUPS] + [Layout(Rows, row_shape)]
-    assert memory.num_bytes == sum(layout.num_bytes for layout in layouts)
+    rows = RowShape(layer=shape, num_rows=memory.num_rows)
+    plan, counters, scratch = (Layout(group, shape).num_bytes for group in (KernelPlan, Counters, PlanScratch))
+    kept, forward, backward = (Layout(group, rows).num_bytes for group in (KeptRows, ForwardRows, BackwardRows))
+    pool = Layout(KeptRows, RowShape(layer=shape, num_rows=memory.num_rows, keeps_gate_up=False)).num_bytes
+    shared = sum(Layout(group, shape).num_bytes for group in (Published, Addresses, LocalState))
+    if saved == "activations":
+        most = shared + plan + kept + max(scratch + counters + forward, counters + backward)
+    else:
+        most = shared + plan + max(scratch + counters + pool + forward, counters + kept + backward)
+    assert memory.num_bytes == most
     assert memory.sections[0].num_bytes == Layout(Published, shape).num_bytes
     names = [entry.name for section in memory.sections for entry in section.entries]
-    assert len(names) == len(set(names)), "each buffer has one lifetime"
-    assert sorted(names) == sorted(entry.name for layout in layouts for entry in layout.entries if entry.num_bytes)
+    layouts = [Layout(group, shape) for group in GROUPS]
+    layouts += [Layout(group, rows) for group in (KeptRows, ForwardRows, BackwardRows)]
+    assert set(names) == {entry.name for layout in layouts for entry in layout.entries if entry.num_bytes}
     text = memory.explain()
     for section in memory.sections:
         assert f"{section.lifetime}: " in text and f"({section.num_bytes} bytes)" in text
@@ -107,7 +117,7 @@ def test_memory_plan_of_a_real_layer():
     assert entries["pool_RD"].shape == (16384 * 8 + 15 * BLOCK_M, 2048)
     alone = dataclasses.replace(shape, ep_size=1, num_local_experts=128)
     names = {entry.name for section in plan_memory(alone).sections for entry in section.entries}
-    assert not names & {"x_TD", "slots_PTD", "flags"}, "one rank publishes to nobody"
+    assert not names & {"x_TD", "dout_TD", "slots_PTD", "score_slots_PTK", "flags"}, "one rank publishes to nobody"
     kept = plan_memory(shape).sections[-1], plan_memory(shape, saved="inputs").sections[-1]
     assert kept[0].num_bytes - kept[1].num_bytes == sum(
         entries[name].reserved for name in ("pool_RD", "gate_RF", "up_RF")
@@ -208,7 +218,7 @@ def test_different_shapes_are_refused_by_field():
         ),
         ([1, 3, 2, 1, 5, 11, 12], "KernelFault", "rank 5 to have sent its results .* raise deadline_seconds"),
         ([1, 0, 3, 2, 77, 127, 128], "KernelFault", r"pull_gemm waited .* tile 77 to be pulled \(127 of 128"),
-        ([1, 0, 4, 3, 77, 3, 16], "KernelFault", r"gemm_push waited .* down GEMM of tile 77 \(3 of 16"),
+        ([1, 0, 4, 3, 77, 3, 16], "KernelFault", r"gemm_push waited .* products of tile 77 \(3 of 16"),
         ([1, 0, 9, 9, 7, 3, 16], "KernelFault", r"kernel 9 waited .* phase 9, item 7 \(3 of 16\)"),
         ([2, 1, 1, 0, 5, 99, 6], "ValueError", r"rank 1: topk_ids_TK\[2, 1\] is 99, .* 0 to 5"),
         ([3, 1, 1, 0, 4, 0, 0], "ValueError", r"rank 1: topk_scores_TK\[2, 0\] is not finite"),

@@ -1,9 +1,11 @@
-"""The Hopper backend: the layer's forward on the fused kernels.
+"""The Hopper backend: the layer's forward and backward on the fused kernels.
 
     publish -> handshake -> plan -> pull_gemm -> gemm_push -> handshake -> reduce_slots
 
-With one rank the handshakes do nothing and ``gemm_push`` writes the output. Backward is the reference's, on the same
-routing, until it has kernels of its own: it pulls the rows again and computes gate and up again.
+    publish_rows -> handshake -> pull_gemm_backward -> gemm_push_backward -> handshake -> reduce_slots, collect_score_slots
+                                                    -> weight_gradients
+
+With one rank the handshakes do nothing and ``gemm_push`` writes the output.
 
 Shape suffixes are those of ``plan.py``.
 """
@@ -12,15 +14,18 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
-from . import reference
-from .reference import Gradients, Link, Saved
+from .reference import Gradients, Link
 
 _max_tokens: dict[tuple, int] = {}
 """Tokens that the workspace of a (group, layer shape) was made for."""
+
+_TOKEN_STEP = 1024
+"""With one rank, layers with up to so many tokens more share a workspace, which is then a few MiB."""
 
 
 @functools.cache
@@ -41,11 +46,6 @@ def missing_on_this_machine() -> str | None:
     return None
 
 
-def has_run() -> bool:
-    """Whether any layer has been computed on the kernels."""
-    return bool(_max_tokens)
-
-
 def unsupported_layer(dtype: torch.dtype, dim: int, hidden_dim: int) -> str | None:
     """Why the kernels cannot compute a layer, and what to do; None if they can."""
     if dtype != torch.bfloat16:
@@ -54,6 +54,19 @@ def unsupported_layer(dtype: torch.dtype, dim: int, hidden_dim: int) -> str | No
         if size % 64:
             return f"it needs multiples of 64, and {name} = {size}. Pad the model's, or use backend = 'reference'."
     return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forward:
+    """The layer's output and what its backward needs, as flat memory of which ``plan_tables`` says what is where."""
+
+    out_TD: torch.Tensor  # noqa: N815
+    plan: torch.Tensor
+    """uint8: a ``KernelPlan``."""
+    kept: torch.Tensor
+    """uint8: ``KeptRows``; empty under ``saved = "inputs"``."""
+    rows_R0: torch.Tensor  # noqa: N815
+    """``[R, 0]``: says how many rows there are."""
 
 
 def forward(
@@ -65,8 +78,9 @@ def forward(
     w3_EFD: torch.Tensor,
     *,
     workspace,
-) -> torch.Tensor:
-    """``[T, D]``, the layer's output. Arguments as in :func:`titan_megamoe.mega_moe`; weights contiguous.
+    keep_activations: bool,
+) -> Forward:
+    """The layer's forward. Arguments as in :func:`titan_megamoe.mega_moe`; weights contiguous.
 
     ``workspace``: the group's ``SymmetricWorkspace`` of this layer's shape. With several ranks and exact sizing, the host
     waits once, to read how many rows were routed here. Otherwise it does not, and what was wrong (a bad id, an overflow) is
@@ -75,38 +89,39 @@ def forward(
     from .kernels import combine
     from .kernels.gemm_push import gemm_push
     from .kernels.plan import build_kernel_plan, read_sizes
-    from .kernels.plan_tables import BLOCK_M, Layout, PHASE_ALL_SENT, PHASE_PUBLISHED, Rows, RowShape
-    from .kernels.pull_gemm import pull_gemm
+    from .kernels.plan_tables import (
+        BLOCK_M,
+        ForwardRows,
+        KernelPlan,
+        KeptRows,
+        Layout,
+        layout_of,
+        PHASE_ALL_SENT,
+        PHASE_PUBLISHED,
+        RowShape,
+    )
 
-    shape, addresses, fault = workspace.shape, workspace.addresses, workspace.local.fault
+    shape, addresses, device = workspace.shape, workspace.addresses, x_TD.device
     alone = shape.ep_size == 1
     x_TD = x_TD.contiguous()
     workspace.raise_if_late()
+    plan_storage = torch.empty(layout_of(KernelPlan, shape).num_bytes, dtype=torch.uint8, device=device)
     with torch.profiler.record_function("mega_moe: plan"):
         combine.publish(workspace, x_TD, topk_ids_TK, topk_scores_TK)
         combine.handshake(workspace, PHASE_PUBLISHED)
-        plan, counters = build_kernel_plan(workspace)
+        plan, counters = build_kernel_plan(workspace, plan_storage)
         if shape.capacity is not None:
             num_rows = shape.pool_rows
         elif alone:  # all routes are this rank's; only how they are padded depends on the routing
             num_rows = BLOCK_M * shape.tiles_for(topk_ids_TK.numel())
         else:
             num_rows = BLOCK_M * read_sizes(plan, workspace).num_tiles
-    row_shape = RowShape(layer=shape, num_rows=num_rows, keeps_gate_up=False)
-    rows: Rows = Layout(Rows, row_shape).allocate(x_TD.device)
+    row_shape = RowShape(layer=shape, num_rows=num_rows, keeps_gate_up=keep_activations)
+    kept_layout = Layout(KeptRows, row_shape)
+    kept_storage = torch.empty(kept_layout.num_bytes, dtype=torch.uint8, device=device)
+    rows: ForwardRows = Layout(ForwardRows, row_shape).allocate(device)
     out_TD = torch.empty_like(x_TD)
-    with torch.profiler.record_function("mega_moe: pull_gemm"):
-        pull_gemm(
-            plan,
-            counters,
-            x_addresses_P=addresses.x_P,
-            w1_EFD=w1_EFD,
-            w3_EFD=w3_EFD,
-            pool_RD=rows.pool_RD,
-            h_RF=rows.h_RF,
-            fault=fault,
-            rank=workspace.rank,
-        )
+    _pull_gemm(workspace, plan, counters, w1_EFD, w3_EFD, kept_layout.slice(kept_storage), rows.h_RF)
     with torch.profiler.record_function("mega_moe: gemm_push"):
         gemm_push(
             plan,
@@ -117,15 +132,20 @@ def forward(
             out_TD=out_TD if alone else None,
             slots_addresses_P=None if alone else addresses.slots_P,
             max_tokens=shape.max_tokens,
-            fault=fault,
+            fault=workspace.local.fault,
             rank=workspace.rank,
         )
         if not alone:
             combine.handshake(workspace, PHASE_ALL_SENT)
-            combine.reduce_slots(workspace, out_TD)
+            combine.reduce_slots(workspace, topk_ids_TK.contiguous(), out_TD)
     if alone or shape.capacity is not None:
         workspace.check_later()
-    return out_TD
+    return Forward(
+        out_TD=out_TD,
+        plan=plan_storage,
+        kept=kept_storage if keep_activations else kept_storage.new_empty(0),
+        rows_R0=x_TD.new_empty(num_rows, 0),
+    )
 
 
 def backward(
@@ -137,29 +157,150 @@ def backward(
     w2_EDF: torch.Tensor,
     w3_EFD: torch.Tensor,
     *,
-    link: Link,
+    saved: Forward,
+    kept_activations: bool,
+    workspace,
 ) -> Gradients:
-    """The reference's backward on the forward's routing, which the ids of the forward determine."""
-    plan, row_scores_R = reference.route(topk_ids_TK, topk_scores_TK, num_local_experts=w1_EFD.shape[0], link=link)
-    nothing_RD, nothing_RF = x_TD.new_empty(0, x_TD.shape[1]), x_TD.new_empty(0, w1_EFD.shape[1])
-    return reference.backward(
-        dout_TD,
-        x_TD,
-        topk_scores_TK,
-        w1_EFD,
-        w2_EDF,
-        w3_EFD,
-        plan=plan,
-        saved=Saved(row_scores_R=row_scores_R, x_rows_RD=nothing_RD, gate_RF=nothing_RF, up_RF=nothing_RF),
-        link=link,
-        kept_activations=False,
+    """The layer's backward, on the forward's plan. What the forward did not keep is pulled and computed again.
+
+    ``saved``: what :func:`forward` returned (``out_TD`` is not read), with ``kept_activations`` as its ``keep_activations``:
+    equal on all ranks, so not to be read off sizes, which are zero for a rank without rows. Does not wait for the host.
+
+    The weight gradients run on a stream of their own, behind ``gemm_push_backward``: they take over SMs as it leaves them,
+    while its last tokens are sent, and with several ranks while the others are waited for.
+    """
+    from .kernels import combine
+    from .kernels.gemm_push import gemm_push_backward
+    from .kernels.plan import allocate_counters
+    from .kernels.plan_tables import (
+        BackwardRows,
+        KernelPlan,
+        KeptRows,
+        Layout,
+        layout_of,
+        PHASE_ALL_SENT,
+        PHASE_PUBLISHED,
+        RowShape,
     )
+    from .kernels.pull_gemm_backward import pull_gemm_backward
+    from .kernels.weight_gradients import weight_gradients
+
+    shape, addresses, device = workspace.shape, workspace.addresses, x_TD.device
+    fault, rank, alone = workspace.local.fault, workspace.rank, shape.ep_size == 1
+    plan: KernelPlan = layout_of(KernelPlan, shape).slice(saved.plan)
+    row_shape = RowShape(layer=shape, num_rows=saved.rows_R0.shape[0])
+    kept_layout = Layout(KeptRows, row_shape)
+    kept: KeptRows = kept_layout.slice(saved.kept) if kept_activations else kept_layout.allocate(device)
+    rows: BackwardRows = Layout(BackwardRows, row_shape).allocate(device)
+    dout_TD, x_TD, topk_ids_TK = dout_TD.contiguous(), x_TD.contiguous(), topk_ids_TK.contiguous()
+    gradients = Gradients(
+        x_TD=torch.empty_like(x_TD),
+        topk_scores_TK=torch.empty(topk_scores_TK.shape, dtype=torch.float32, device=device),
+        w1_EFD=torch.empty_like(w1_EFD),
+        w2_EDF=torch.empty_like(w2_EDF),
+        w3_EFD=torch.empty_like(w3_EFD),
+    )
+
+    with torch.profiler.record_function("mega_moe: publish gradients"):
+        combine.publish_rows(workspace, dout_TD=dout_TD, x_TD=None if kept_activations else x_TD)
+        combine.handshake(workspace, PHASE_PUBLISHED)
+    if not kept_activations:
+        counters, storage = allocate_counters(workspace)
+        storage.zero_()
+        _pull_gemm(workspace, plan, counters, w1_EFD, w3_EFD, kept, rows.scaled_h_RF)
+    counters, storage = allocate_counters(workspace)
+    storage.zero_()
+    with torch.profiler.record_function("mega_moe: pull_gemm_backward"):
+        pull_gemm_backward(
+            plan,
+            counters,
+            dout_addresses_P=addresses.dout_P,
+            w2_EDF=w2_EDF,
+            gate_RF=kept.gate_RF,
+            up_RF=kept.up_RF,
+            dout_RD=rows.dout_RD,
+            row_scores_R=rows.row_scores_R,
+            dgate_RF=rows.dgate_RF,
+            dup_RF=rows.dup_RF,
+            scaled_h_RF=rows.scaled_h_RF,
+            dscore_parts_NR=rows.dscore_parts_NR,
+            fault=fault,
+            rank=rank,
+        )
+    main, side = torch.cuda.current_stream(device), _side_stream(device)
+    rows_are_there = main.record_event()
+    with torch.profiler.record_function("mega_moe: gemm_push_backward"):
+        gemm_push_backward(
+            plan,
+            counters,
+            dgate_RF=rows.dgate_RF,
+            dup_RF=rows.dup_RF,
+            w1_EFD=w1_EFD,
+            w3_EFD=w3_EFD,
+            dx_RD=rows.dx_RD,
+            dscore_parts_NR=rows.dscore_parts_NR,
+            dx_TD=gradients.x_TD if alone else None,
+            dscores_TK=gradients.topk_scores_TK if alone else None,
+            slots_addresses_P=None if alone else addresses.slots_P,
+            score_slots_addresses_P=None if alone else addresses.score_slots_P,
+            max_tokens=shape.max_tokens,
+            fault=fault,
+            rank=rank,
+        )
+    with torch.cuda.stream(side), torch.profiler.record_function("mega_moe: weight_gradients"):
+        side.wait_event(rows_are_there)
+        weight_gradients(
+            plan,
+            counters,
+            x_RD=kept.pool_RD,
+            dout_RD=rows.dout_RD,
+            dgate_RF=rows.dgate_RF,
+            dup_RF=rows.dup_RF,
+            scaled_h_RF=rows.scaled_h_RF,
+            dw1_EFD=gradients.w1_EFD,
+            dw2_EDF=gradients.w2_EDF,
+            dw3_EFD=gradients.w3_EFD,
+        )
+    if not alone:
+        combine.handshake(workspace, PHASE_ALL_SENT)
+        combine.reduce_slots(workspace, topk_ids_TK, gradients.x_TD)
+        combine.collect_score_slots(workspace, topk_ids_TK, gradients.topk_scores_TK)
+    workspace.check_later()
+    # All buffers of the call are freed on this stream: the side stream must be done with them.
+    main.wait_stream(side)
+    return replace(gradients, topk_scores_TK=gradients.topk_scores_TK.to(topk_scores_TK.dtype))
+
+
+def _pull_gemm(workspace, plan, counters, w1_EFD, w3_EFD, kept, h_RF) -> None:  # noqa: N803
+    from .kernels.pull_gemm import pull_gemm
+
+    saves = kept.gate_RF.shape[0] == h_RF.shape[0]
+    with torch.profiler.record_function("mega_moe: pull_gemm"):
+        pull_gemm(
+            plan,
+            counters,
+            x_addresses_P=workspace.addresses.x_P,
+            w1_EFD=w1_EFD,
+            w3_EFD=w3_EFD,
+            pool_RD=kept.pool_RD,
+            h_RF=h_RF,
+            gate_RF=kept.gate_RF if saves else None,
+            up_RF=kept.up_RF if saves else None,
+            fault=workspace.local.fault,
+            rank=workspace.rank,
+        )
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def workspace_for(
     x_TD: torch.Tensor, topk_ids_TK: torch.Tensor, w1_EFD: torch.Tensor, *, link: Link, capacity: float | None
 ):
-    """The shared workspace of this layer's shape, made by its first call, for the most tokens any rank then had.
+    """The shared workspace of this layer's shape. With several ranks it is made by the first call, for the most tokens any
+    rank then had.
 
     Raises:
         ValueError: this call has more tokens than that, or the ranks cannot reach each other's memory.
@@ -169,20 +310,25 @@ def workspace_for(
 
     num_experts, hidden_dim, dim = w1_EFD.shape
     num_tokens, top_k = topk_ids_TK.shape
-    key = (link.group_name, x_TD.device, dim, hidden_dim, num_experts, top_k, capacity)
-    if key not in _max_tokens:
-        most = torch.tensor([max(num_tokens, 1)], device=x_TD.device)
-        if link.group is not None:
+    if link.group is None:
+        # The static pool is sized by the tokens there are.
+        step = 1 if capacity is not None else _TOKEN_STEP
+        max_tokens = max(1, -(-num_tokens // step)) * step
+    else:
+        key = (link.group_name, x_TD.device, dim, hidden_dim, num_experts, top_k, capacity)
+        if key not in _max_tokens:
+            most = torch.tensor([max(num_tokens, 1)], device=x_TD.device)
             dist.all_reduce(most, dist.ReduceOp.MAX, group=link.group)
-        _max_tokens[key] = int(most)
-    if num_tokens > _max_tokens[key]:
-        raise ValueError(
-            f"mega_moe: x_TD has {num_tokens} tokens, but the group's shared memory was made in the first call of this layer "
-            f"shape, for at most {_max_tokens[key]} per rank. Make the first call with the largest batch."
-        )
+            _max_tokens[key] = int(most)
+        max_tokens = _max_tokens[key]
+        if num_tokens > max_tokens:
+            raise ValueError(
+                f"mega_moe: x_TD has {num_tokens} tokens, but the group's shared memory was made in the first call of this "
+                f"layer shape, for at most {max_tokens} per rank. Make the first call with the largest batch."
+            )
     shape = LayerShape(
         ep_size=link.size,
-        max_tokens=_max_tokens[key],
+        max_tokens=max_tokens,
         dim=dim,
         hidden_dim=hidden_dim,
         num_local_experts=num_experts,

@@ -1,10 +1,9 @@
 """``mega_moe``: the routed experts of one MoE layer as a single PyTorch operator with its own backward.
 
 Each backend is an operator registered with ``torch.library``, so autograd, ``torch.compile`` (``fullgraph=True``) and
-selective activation checkpointing see one opaque node. ``titan_megamoe::reference_forward`` returns the layer's output
-followed by what backward needs (the routing plan first of all), which autograd saves as it saves any output: a policy
-that saves the operator saves the plan with it and never routes twice. ``titan_megamoe::hopper_forward`` returns the output;
-its backward routes by the ids of the forward.
+selective activation checkpointing see one opaque node. A forward returns the layer's output followed by what backward
+needs (the routing plan first of all), which autograd saves as it saves any output: a policy that saves the operator saves
+the plan with it and never routes twice.
 
 Shape suffixes are those of ``plan.py``.
 """
@@ -69,9 +68,8 @@ def mega_moe(
         w3_EFD: ``[E, F, D]`` up projections. Weights have the dtype of ``x_TD``.
         group: the expert-parallel group; None if this rank holds all experts.
         precision: ``"bf16"`` computes in the inputs' dtype without quantisation; see :data:`PRECISIONS`.
-        saved: ``"activations"`` keeps the pulled rows and gate/up for backward; ``"inputs"`` pulls and computes them again, as
-            backend ``"hopper"`` does either way for now.
-        backend: ``"reference"`` (plain PyTorch, any device), ``"hopper"`` (fused forward in bf16 on H100 and H200), or
+        saved: ``"activations"`` keeps the pulled rows and gate/up for backward; ``"inputs"`` pulls and computes them again.
+        backend: ``"reference"`` (plain PyTorch, any device), ``"hopper"`` (fused kernels in bf16 on H100 and H200), or
             ``"auto"``, which picks the best one for these inputs and logs it once.
         capacity: of backend ``"hopper"``: rows that this rank has room for, as a multiple of ``T * K``, in memory of static
             size; more rows are an error (``CapacityExceeded``) that :func:`titan_megamoe.check_step` raises. None: exactly
@@ -93,8 +91,9 @@ def mega_moe(
     tensors = (x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD)
     group_name = group.group_name if group else ""
     if backend == "hopper":
-        return hopper_forward(*tensors, group_name, capacity or 0.0)
-    out_TD, *_ = reference_forward(*tensors, group_name, saved)
+        out_TD, *_ = hopper_forward(*tensors, group_name, saved, capacity or 0.0)
+    else:
+        out_TD, *_ = reference_forward(*tensors, group_name, saved)
     return out_TD
 
 
@@ -132,10 +131,9 @@ def check_step() -> None:
         ValueError: a rank passed an id that is no expert's, or a score that is not finite.
         KernelFault: a kernel waited past its deadline; says which, where and for what.
     """
-    if hopper.has_run():
-        from .symmetric import check_workspaces
+    from .symmetric import check_workspaces
 
-        check_workspaces()
+    check_workspaces()
 
 
 def check_precision(precision: str) -> None:
@@ -263,17 +261,29 @@ def hopper_forward(
     w2_EDF: torch.Tensor,
     w3_EFD: torch.Tensor,
     group_name: str,
+    saved: str,
     capacity: float,
-) -> torch.Tensor:
-    """``out_TD``; see :func:`mega_moe`. ``group_name`` "" means no group, ``capacity`` 0 exact sizing."""
+) -> list[torch.Tensor]:
+    """``hopper.Forward``'s tensors; see :func:`mega_moe`. ``group_name`` "" means no group, ``capacity`` 0 exact sizing."""
     workspace = hopper.workspace_for(x_TD, topk_ids_TK, w1_EFD, link=Link(group_name), capacity=capacity or None)
     weights = (w.contiguous() for w in (w1_EFD, w2_EDF, w3_EFD))
-    return hopper.forward(x_TD, topk_ids_TK, topk_scores_TK, *weights, workspace=workspace)
+    keep = saved == "activations"
+    return list(
+        _tensors(
+            hopper.forward(x_TD, topk_ids_TK, topk_scores_TK, *weights, workspace=workspace, keep_activations=keep)
+        )
+    )
 
 
 @hopper_forward.register_fake
-def _(x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, group_name, capacity):
-    return x_TD.new_empty(x_TD.shape)
+def _(x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, group_name, saved, capacity):
+    new_size = torch.library.get_ctx().new_dynamic_size
+
+    def memory(num_bytes: int) -> torch.Tensor:
+        return x_TD.new_empty(num_bytes, dtype=torch.uint8)
+
+    kept = memory(new_size() if saved == "activations" else 0)
+    return [x_TD.new_empty(x_TD.shape), memory(new_size()), kept, x_TD.new_empty(new_size(), 0)]
 
 
 @torch.library.custom_op("titan_megamoe::hopper_backward", mutates_args=())
@@ -285,26 +295,45 @@ def hopper_backward(
     w1_EFD: torch.Tensor,
     w2_EDF: torch.Tensor,
     w3_EFD: torch.Tensor,
+    plan_kept_rows: list[torch.Tensor],
     group_name: str,
+    saved: str,
+    capacity: float,
 ) -> list[torch.Tensor]:
-    """Gradients of ``x_TD, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD``."""
-    inputs = (x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD)
-    return list(_tensors(hopper.backward(dout_TD, *inputs, link=Link(group_name))))
+    """Gradients of ``x_TD, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD``, given all but the first output of the forward."""
+    workspace = hopper.workspace_for(x_TD, topk_ids_TK, w1_EFD, link=Link(group_name), capacity=capacity or None)
+    weights = (w.contiguous() for w in (w1_EFD, w2_EDF, w3_EFD))
+    gradients = hopper.backward(
+        dout_TD,
+        x_TD,
+        topk_ids_TK,
+        topk_scores_TK,
+        *weights,
+        saved=_from_tensors(hopper.Forward, [dout_TD, *plan_kept_rows]),
+        kept_activations=saved == "activations",
+        workspace=workspace,
+    )
+    return list(_tensors(gradients))
 
 
 @hopper_backward.register_fake
-def _(dout_TD, x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, group_name):
+def _(dout_TD, x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, plan_kept_rows, group_name, saved, capacity):
     return [torch.empty_like(t) for t in (x_TD, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD)]
 
 
 def _hopper_setup_context(ctx, inputs, output):
-    *tensors, ctx.group_name, _ = inputs
-    ctx.save_for_backward(*tensors)
+    *tensors, ctx.group_name, ctx.saved, ctx.capacity = inputs
+    _, *plan_kept_rows = output
+    ctx.save_for_backward(*tensors, *plan_kept_rows)
+    ctx.mark_non_differentiable(*plan_kept_rows)
 
 
-def _hopper_backward(ctx, dout_TD):
-    dx_TD, dscores_TK, *dweights = hopper_backward(dout_TD.contiguous(), *ctx.saved_tensors, ctx.group_name)
-    return dx_TD, None, dscores_TK, *dweights, None, None
+def _hopper_backward(ctx, grads):
+    inputs, plan_kept_rows = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
+    dx_TD, dscores_TK, *dweights = hopper_backward(
+        grads[0].contiguous(), *inputs, list(plan_kept_rows), ctx.group_name, ctx.saved, ctx.capacity
+    )
+    return dx_TD, None, dscores_TK, *dweights, None, None, None
 
 
 hopper_forward.register_autograd(_hopper_backward, setup_context=_hopper_setup_context)
@@ -313,7 +342,7 @@ FORWARD_OPS = (torch.ops.titan_megamoe.reference_forward.default, torch.ops.tita
 """What selective activation checkpointing should save instead of running again."""
 
 
-def _tensors(record: RoutingPlan | Saved | reference.Gradients) -> tuple[torch.Tensor, ...]:
+def _tensors(record: RoutingPlan | Saved | reference.Gradients | hopper.Forward) -> tuple[torch.Tensor, ...]:
     return tuple(getattr(record, field.name) for field in fields(record))
 
 

@@ -19,17 +19,19 @@ import torch.distributed as dist
 
 from .kernels.plan_tables import (
     BLOCK_M,
+    BackwardRows,
     buffer,
     CapacityExceeded,
     Counters,
     Entry,
     fault_error,
+    ForwardRows,
+    KeptRows,
     KernelPlan,
     LayerShape,
     Layout,
     layout_of,
     PlanScratch,
-    Rows,
     RowShape,
 )
 
@@ -58,10 +60,18 @@ class Published:
         torch.float32, lambda s: (s.max_tokens, s.top_k), "scores of their routes"
     )
     num_tokens: torch.Tensor = buffer(torch.int32, lambda s: (1,), "how many tokens this rank has in this call")
+    dout_TD: torch.Tensor = buffer(  # noqa: N815
+        None, lambda s: _if_peers(s, s.max_tokens, s.dim), "in backward: the gradient of this rank's output"
+    )
     slots_PTD: torch.Tensor = buffer(  # noqa: N815
         None,
         lambda s: _if_peers(s, s.ep_size, s.max_tokens, s.dim),
-        "what expert rank p computed for token t, written by p",
+        "what expert rank p computed for token t, written by p: its part of out, in backward of dx",
+    )
+    score_slots_PTK: torch.Tensor = buffer(  # noqa: N815
+        torch.float32,
+        lambda s: _if_peers(s, s.ep_size, s.max_tokens, s.top_k),
+        "in backward: score gradients of token t's routes to expert rank p, in their order, then zeros; written by p",
     )
     flags: torch.Tensor = buffer(
         torch.int32, lambda s: _if_peers(s, _NUM_PHASES, s.ep_size), "call number that rank p has reached, by phase"
@@ -76,7 +86,9 @@ class Addresses:
     ids_P: torch.Tensor = buffer(torch.int64, lambda s: (s.ep_size,), "of ids_TK")  # noqa: N815
     scores_P: torch.Tensor = buffer(torch.int64, lambda s: (s.ep_size,), "of scores_TK")  # noqa: N815
     num_tokens_P: torch.Tensor = buffer(torch.int64, lambda s: (s.ep_size,), "of num_tokens")  # noqa: N815
+    dout_P: torch.Tensor = buffer(torch.int64, lambda s: (s.ep_size,), "of dout_TD")  # noqa: N815
     slots_P: torch.Tensor = buffer(torch.int64, lambda s: (s.ep_size,), "of slots_PTD")  # noqa: N815
+    score_slots_P: torch.Tensor = buffer(torch.int64, lambda s: (s.ep_size,), "of score_slots_PTK")  # noqa: N815
     flags_P: torch.Tensor = buffer(torch.int64, lambda s: (s.ep_size,), "of flags")  # noqa: N815
 
 
@@ -85,7 +97,9 @@ _ADDRESSED = {
     "ids_P": "ids_TK",
     "scores_P": "scores_TK",
     "num_tokens_P": "num_tokens",
+    "dout_P": "dout_TD",
     "slots_P": "slots_PTD",
+    "score_slots_P": "score_slots_PTK",
     "flags_P": "flags",
 }
 
@@ -391,6 +405,8 @@ class MemorySection:
 
     lifetime: str
     entries: tuple[Entry, ...]
+    is_passing: bool
+    """Freed before another passing section is allocated: they never add up."""
 
     @property
     def num_bytes(self) -> int:
@@ -408,8 +424,9 @@ class MemoryPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on this rank's device with one layer alive."""
-        return sum(section.num_bytes for section in self.sections)
+        """Most bytes on this rank's device with one layer alive."""
+        passing = [section.num_bytes for section in self.sections if section.is_passing]
+        return max(passing) + sum(section.num_bytes for section in self.sections if not section.is_passing)
 
     def explain(self) -> str:
         """A table of every buffer, with a total per lifetime and overall."""
@@ -426,7 +443,7 @@ class MemoryPlan:
                 lines.append(
                     f"  {entry.name:<18} {dtype:<9} {dims:<22} {_in_units(entry.reserved):>11}  {entry.meaning}"
                 )
-        lines.append(f"total with one layer alive: {_in_units(self.num_bytes)} ({self.num_bytes} bytes)")
+        lines.append(f"most with one layer alive: {_in_units(self.num_bytes)} ({self.num_bytes} bytes)")
         return "\n".join(lines)
 
 
@@ -445,14 +462,15 @@ def plan_memory(shape: LayerShape, *, saved: str = "activations") -> MemoryPlan:
     """
     if saved not in ("activations", "inputs"):
         raise ValueError(f"plan_memory: saved = {saved!r} is not known. Use one of: activations, inputs.")
-    keeps = saved == "activations"
     even_rows = min(shape.max_tokens * shape.top_k, shape.max_rows)
     num_rows = shape.pool_rows if shape.capacity is not None else BLOCK_M * shape.tiles_for(even_rows)
-    rows = Layout(Rows, RowShape(layer=shape, num_rows=num_rows, keeps_gate_up=keeps)).entries
-    kept_rows = ("pool_RD", "gate_RF", "up_RF") if keeps else ()
+    rows = RowShape(layer=shape, num_rows=num_rows)
+    kept = Layout(KeptRows, rows).entries
+    is_kept = saved == "activations"
 
-    def section(lifetime: str, *entries: Entry) -> MemorySection:
-        return MemorySection(lifetime=lifetime, entries=tuple(entry for entry in entries if entry.num_bytes))
+    def section(lifetime: str, *entries: Entry, is_passing: bool = False) -> MemorySection:
+        entries = tuple(entry for entry in entries if entry.num_bytes)
+        return MemorySection(lifetime=lifetime, entries=entries, is_passing=is_passing)
 
     return MemoryPlan(
         shape=shape,
@@ -463,15 +481,24 @@ def plan_memory(shape: LayerShape, *, saved: str = "activations") -> MemoryPlan:
                 "local, one for all layers", *layout_of(Addresses, shape).entries, *layout_of(LocalState, shape).entries
             ),
             section(
-                "within a call",
+                "within a forward",
                 *layout_of(PlanScratch, shape).entries,
                 *layout_of(Counters, shape).entries,
-                *(entry for entry in rows if entry.name not in kept_rows),
+                *(() if is_kept else kept[:1]),
+                *Layout(ForwardRows, rows).entries,
+                is_passing=True,
+            ),
+            section(
+                "within a backward",
+                *layout_of(Counters, shape).entries,
+                *(() if is_kept else kept),
+                *Layout(BackwardRows, rows).entries,
+                is_passing=True,
             ),
             section(
                 "per layer, from its forward to its backward",
                 *layout_of(KernelPlan, shape).entries,
-                *(entry for entry in rows if entry.name in kept_rows),
+                *(kept if is_kept else ()),
             ),
         ),
     )

@@ -225,7 +225,7 @@ def test_reduction_adds_what_was_sent_in_rank_order(dtype, ep_size, num_local_ex
         slots_PTD[rank, has_sent_T] = torch.randn(len(has_sent_T), dim, device="cuda").to(dtype)
         expected_TD[has_sent_T] += slots_PTD[rank, has_sent_T].float()
     out_TD = torch.full((num_tokens, dim), float("nan"), dtype=dtype, device="cuda")
-    combine.reduce_slots(workspace, out_TD)
+    combine.reduce_slots(workspace, ids_TK, out_TD)
     assert torch.equal(out_TD, expected_TD.to(dtype))
 
 

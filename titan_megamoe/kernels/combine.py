@@ -2,6 +2,8 @@
 
     publish -> handshake(PHASE_PUBLISHED) -> [plan, pull_gemm, gemm_push] -> handshake(PHASE_ALL_SENT) -> reduce_slots
 
+and in backward the same with ``publish_rows`` and, at the end, ``collect_score_slots``.
+
 The two handshakes are the only waits between ranks. *Published*: every rank's inputs are readable, and (since its calls
 are ordered on its stream) it has finished reading its slots of the call before. *All sent*: this rank's slots are
 complete, and no peer reads its published inputs any more, so the next call may overwrite them.
@@ -95,6 +97,27 @@ def publish(
     )
 
 
+def publish_rows(workspace: SymmetricWorkspace, *, dout_TD: torch.Tensor, x_TD: torch.Tensor | None = None) -> None:  # noqa: N803
+    """Make the gradient of this rank's output readable for every rank, in backward; and ``x`` once more, if it is wanted.
+
+    With one rank they are read where they are, as by :func:`publish`.
+
+    Args:
+        dout_TD, x_TD: ``[T, D]``, contiguous, dtype of the workspace's shape, with the T of the forward.
+    """
+    published, addresses = workspace.published, workspace.addresses
+    for rows_TD, buffer_TD, address_P in (
+        (dout_TD, published.dout_TD, addresses.dout_P),
+        (x_TD, published.x_TD, addresses.x_P),
+    ):
+        if rows_TD is None:
+            continue
+        if workspace.shape.ep_size > 1:
+            buffer_TD[: rows_TD.shape[0]].copy_(rows_TD)
+        else:
+            address_P.fill_(rows_TD.data_ptr())
+
+
 def handshake(workspace: SymmetricWorkspace, phase: int) -> None:
     """Tell every rank that this one has reached ``phase``, and wait until all have: nothing to do with one rank.
 
@@ -137,14 +160,15 @@ def _launch_handshake(workspace: SymmetricWorkspace, phase: int, *, signals: boo
     )
 
 
-def reduce_slots(workspace: SymmetricWorkspace, out_TD: torch.Tensor) -> None:
+def reduce_slots(workspace: SymmetricWorkspace, topk_ids_TK: torch.Tensor, out_TD: torch.Tensor) -> None:
     """``out_TD[t]`` = the sum over expert ranks, in rank order and in fp32, of what they sent for token ``t``.
 
     A rank that holds none of the token's experts sent nothing, and its slot is not read. With one rank ``gemm_push``
     writes the output itself, and this is an error.
 
     Args:
-        out_TD: ``[T, D]``, dtype of the workspace's shape, with the T of the last :func:`publish`.
+        topk_ids_TK: ``[T, K]`` int32 or int64 global expert ids, contiguous: those that were published.
+        out_TD: ``[T, D]``, dtype of the workspace's shape.
     """
     shape = workspace.shape
     if shape.ep_size == 1:
@@ -154,7 +178,7 @@ def reduce_slots(workspace: SymmetricWorkspace, out_TD: torch.Tensor) -> None:
     block_d = triton.next_power_of_2(shape.dim)
     reduce_kernel[(out_TD.shape[0],)](
         workspace.published.slots_PTD,
-        workspace.published.ids_TK,
+        topk_ids_TK,
         out_TD,
         shape.max_tokens,
         EP_SIZE=shape.ep_size,
@@ -165,6 +189,41 @@ def reduce_slots(workspace: SymmetricWorkspace, out_TD: torch.Tensor) -> None:
         BLOCK_D=block_d,
         num_warps=reduce_warps(block_d),
     )
+
+
+def collect_score_slots(
+    workspace: SymmetricWorkspace,
+    topk_ids_TK: torch.Tensor,  # noqa: N803
+    dscores_TK: torch.Tensor,  # noqa: N803
+) -> None:
+    """``dscores_TK[t, k]`` = what the rank of that route's expert sent for it, with several ranks.
+
+    Args:
+        topk_ids_TK: ``[T, K]`` int32 or int64 global expert ids, contiguous: those that were published.
+        dscores_TK: ``[T, K]`` fp32, written.
+    """
+    shape = workspace.shape
+    num_tokens = dscores_TK.shape[0]
+    if num_tokens == 0:
+        return
+    block_t = collect_scores_tokens(shape.block_routes)
+    collect_scores_kernel[(triton.cdiv(num_tokens, block_t),)](
+        workspace.published.score_slots_PTK,
+        topk_ids_TK,
+        dscores_TK,
+        num_tokens,
+        shape.max_tokens,
+        NUM_LOCAL_EXPERTS=shape.num_local_experts,
+        TOP_K=shape.top_k,
+        BLOCK_T=block_t,
+        BLOCK_K=shape.block_routes,
+        num_warps=4,
+    )
+
+
+def collect_scores_tokens(block_routes: int) -> int:
+    """Tokens of a program, which compares each of a token's routes with all the others."""
+    return min(64, max(8, 4096 // block_routes**2))
 
 
 def reduce_warps(block_d: int) -> int:
@@ -323,3 +382,30 @@ def reduce_kernel(
             row = slots_PTD + (tl.cast(rank, tl.int64) * max_tokens + token) * DIM
             sum_D += tl.load(row + column_D, mask=(column_D < DIM) & has_sent, other=0.0).to(tl.float32)
     tl.store(out_TD + token * DIM + column_D, sum_D.to(out_TD.dtype.element_ty), mask=column_D < DIM)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def collect_scores_kernel(
+    score_slots_PTK,
+    ids_TK,
+    dscores_TK,
+    num_tokens,
+    max_tokens,
+    NUM_LOCAL_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    route_K = tl.arange(0, BLOCK_K)
+    is_route_TK = (token_T < num_tokens)[:, None] & (route_K < TOP_K)[None, :]
+    entry_TK = token_T[:, None] * TOP_K + route_K[None, :]
+    expert_TK = tl.load(ids_TK + entry_TK, mask=is_route_TK, other=-1).to(tl.int32)
+    rank_TK = tl.where(is_route_TK, expert_TK // NUM_LOCAL_EXPERTS, -1)
+    # A rank sends a token's routes to it in their order: this one has as many before it as earlier routes go there.
+    is_earlier_KTK = (tl.trans(rank_TK)[:, :, None] == rank_TK[None, :, :]) & (
+        route_K[:, None, None] < route_K[None, None, :]
+    )
+    place_TK = tl.sum(is_earlier_KTK.to(tl.int32), axis=0)
+    slot_TK = (rank_TK.to(tl.int64) * max_tokens + token_T[:, None]) * TOP_K + place_TK
+    tl.store(dscores_TK + entry_TK, tl.load(score_slots_PTK + slot_TK, mask=is_route_TK, other=0.0), mask=is_route_TK)

@@ -113,6 +113,11 @@ def grid_size(kernel: str, num_sms: int | None, device: torch.device) -> int:
     return num_sms
 
 
+@gluon.jit
+def idle():
+    """A role that fills a warpgroup."""
+
+
 # ---- tiles and the work ring
 
 

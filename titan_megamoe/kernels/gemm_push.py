@@ -18,6 +18,13 @@ tokens have a route among the last 8% of the experts. Two things shorten that ta
 passes, all experts for the first half of the columns, then all for the second, so that the first half is sent while the
 second is multiplied. And consumers that find no more tiles turn into communication warps.
 
+In backward (``gemm_push_backward``) the same kernel does the same for the gradient of x:
+
+    y[r] = dgate[r] W1[expert] + dup[r] W3[expert]
+    slots[my rank, token] = sum over the token's local routes, in route order, of y[row]
+
+and the score gradient of each of the token's local routes goes with it.
+
 y is rounded to bf16 before the scores are applied, one rounding more than in ``reference.py``: fp32 would double the
 traffic of what is already the most memory-bound part of the layer. Rounding is relative, so the scores do not change
 its error.
@@ -26,6 +33,8 @@ Shape suffixes are those of ``plan_tables.py``.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import triton
@@ -57,6 +66,7 @@ from .common import (
     grid_size,
     HALF_M,
     hand_out,
+    idle,
     load_acquire,
     pack_tile,
     pause,
@@ -113,24 +123,155 @@ def gemm_push(
     """
     num_rows, hidden_dim = h_RF.shape
     num_experts, dim, _ = w2_EDF.shape
-    top_k = plan.pull_rows_UK.shape[1]
-    if (out_TD is None) == (slots_addresses_P is None):
-        raise ValueError("gemm_push: pass out_TD (with one rank) or slots_addresses_P (with several).")
     check_tensor("gemm_push", "h_RF", h_RF, (num_rows, hidden_dim), torch.bfloat16)
     check_tensor("gemm_push", "w2_EDF", w2_EDF, (num_experts, dim, hidden_dim), torch.bfloat16)
-    check_tensor("gemm_push", "y_RD", y_RD, (num_rows, dim), torch.bfloat16)
-    check_sizes("gemm_push", num_rows, dim, hidden_dim, num_experts, top_k)
-    if out_TD is not None:
-        check_tensor("gemm_push", "out_TD", out_TD, (out_TD.shape[0], dim), torch.bfloat16)
+
+    def descriptors(block_n: int) -> tuple:
+        rows = tile_descriptor(h_RF, BLOCK_M.value, BLOCK_K.value), tile_descriptor(h_RF, HALF_M.value, BLOCK_K.value)
+        operands = *rows, tile_descriptor(w2_EDF.view(-1, hidden_dim), block_n, BLOCK_K.value)
+        return *operands, *operands  # the second three are for backward
+
+    _launch(
+        "gemm_push",
+        descriptors,
+        (num_rows, dim, hidden_dim, num_experts),
+        plan,
+        counters,
+        y_RD=y_RD,
+        out_TD=out_TD,
+        slots_addresses_P=slots_addresses_P,
+        score_gradients=None,
+        max_tokens=max_tokens,
+        fault=fault,
+        rank=rank,
+        num_sms=num_sms,
+        deadline_seconds=deadline_seconds,
+        tuning=tuning,
+    )
+
+
+def gemm_push_backward(
+    plan: KernelPlan,
+    counters: Counters,
+    *,
+    dgate_RF: torch.Tensor,  # noqa: N803
+    dup_RF: torch.Tensor,  # noqa: N803
+    w1_EFD: torch.Tensor,  # noqa: N803
+    w3_EFD: torch.Tensor,  # noqa: N803
+    dx_RD: torch.Tensor,  # noqa: N803
+    dscore_parts_NR: torch.Tensor,  # noqa: N803
+    dx_TD: torch.Tensor | None = None,  # noqa: N803
+    dscores_TK: torch.Tensor | None = None,  # noqa: N803
+    slots_addresses_P: torch.Tensor | None = None,  # noqa: N803
+    score_slots_addresses_P: torch.Tensor | None = None,  # noqa: N803
+    max_tokens: int = 0,
+    fault: torch.Tensor,
+    rank: int = 0,
+    num_sms: int | None = None,
+    deadline_seconds: float = DEFAULT_DEADLINE_SECONDS,
+    tuning: GemmPushTuning | None = None,
+) -> None:
+    """Launch the kernel on the current stream, as :func:`gemm_push`.
+
+    Args:
+        plan: the forward's.
+        counters: those of ``pull_gemm_backward``, or zeroed. ``done_M`` and ``queue[2:5, 7]`` are used up.
+        dgate_RF, dup_RF: bf16 ``[R, F]``.
+        w1_EFD, w3_EFD: bf16 ``[e, F, D]``, this rank's experts. D and F are multiples of 64.
+        dx_RD: bf16 ``[R, D]``, written: each row's gradient of x. Padding rows may be written, with anything.
+        dscore_parts_NR: fp32 ``[N, R]``: each row's score gradient is the sum over N.
+        dx_TD, dscores_TK: with one rank: bf16 ``[T, D]`` and fp32 ``[T, K]``, written.
+        slots_addresses_P: with several ranks: as of :func:`gemm_push`, for ``dx``.
+        score_slots_addresses_P: with several ranks: int64 ``[P]``, address of each rank's score slots, fp32
+            ``[P, max_tokens, K]``. What rank p writes for a token are its routes to p in their order, then zeros.
+        max_tokens, fault, rank, num_sms, deadline_seconds, tuning: as of :func:`gemm_push`.
+
+    Raises:
+        ValueError: a shape, dtype or layout is not as described.
+    """
+    name = "gemm_push_backward"
+    num_rows, hidden_dim = dgate_RF.shape
+    num_experts, _, dim = w1_EFD.shape
+    for rows_name, rows in (("dgate_RF", dgate_RF), ("dup_RF", dup_RF)):
+        check_tensor(name, rows_name, rows, (num_rows, hidden_dim), torch.bfloat16)
+    for weight_name, weight in (("w1_EFD", w1_EFD), ("w3_EFD", w3_EFD)):
+        check_tensor(name, weight_name, weight, (num_experts, hidden_dim, dim), torch.bfloat16)
+    if (dx_TD is None) != (dscores_TK is None) or (slots_addresses_P is None) != (score_slots_addresses_P is None):
+        raise ValueError(
+            f"{name}: pass both dx_TD and dscores_TK, or both slots_addresses_P and score_slots_addresses_P."
+        )
+    check_tensor(name, "dscore_parts_NR", dscore_parts_NR, (dscore_parts_NR.shape[0], num_rows), torch.float32)
+    if dscores_TK is not None:
+        check_tensor(name, "dscores_TK", dscores_TK, (dx_TD.shape[0], plan.pull_rows_UK.shape[1]), torch.float32)
+
+    def descriptors(block_n: int) -> tuple:
+        return tuple(
+            tile_descriptor(matrix, *tile)
+            for rows, weight in ((dgate_RF, w1_EFD), (dup_RF, w3_EFD))
+            for matrix, tile in (
+                (rows, (BLOCK_M.value, BLOCK_K.value)),
+                (rows, (HALF_M.value, BLOCK_K.value)),
+                (weight.view(-1, dim), (BLOCK_K.value, block_n)),
+            )
+        )
+
+    _launch(
+        name,
+        descriptors,
+        (num_rows, dim, hidden_dim, num_experts),
+        plan,
+        counters,
+        y_RD=dx_RD,
+        out_TD=dx_TD,
+        slots_addresses_P=slots_addresses_P,
+        score_gradients=(dscore_parts_NR, dscores_TK if score_slots_addresses_P is None else score_slots_addresses_P),
+        max_tokens=max_tokens,
+        fault=fault,
+        rank=rank,
+        num_sms=num_sms,
+        deadline_seconds=deadline_seconds,
+        tuning=tuning,
+    )
+
+
+def _launch(
+    name: str,
+    descriptors: Callable[[int], tuple],
+    sizes: tuple[int, int, int, int],
+    plan: KernelPlan,
+    counters: Counters,
+    *,
+    y_RD: torch.Tensor,  # noqa: N803
+    out_TD: torch.Tensor | None,  # noqa: N803
+    slots_addresses_P: torch.Tensor | None,  # noqa: N803
+    score_gradients: tuple[torch.Tensor, torch.Tensor] | None,
+    max_tokens: int,
+    fault: torch.Tensor,
+    rank: int,
+    num_sms: int | None,
+    deadline_seconds: float,
+    tuning: GemmPushTuning | None,
+) -> None:
+    """``descriptors``: of the operands, given the columns of a tile. ``score_gradients``: in backward, the parts and where
+    their sums go."""
+    num_rows, dim, hidden_dim, num_experts = sizes
+    top_k = plan.pull_rows_UK.shape[1]
+    alone = slots_addresses_P is None
+    if (out_TD is None) == alone:
+        raise ValueError(f"{name}: pass the output (with one rank) or the addresses of slots (with several).")
+    check_tensor(name, "the rows' result", y_RD, (num_rows, dim), torch.bfloat16)
+    check_sizes(name, num_rows, dim, hidden_dim, num_experts, top_k)
+    if alone:
+        check_tensor(name, "the output", out_TD, (out_TD.shape[0], dim), torch.bfloat16)
     if num_rows == 0:
         return
 
-    ep_size = 1 if slots_addresses_P is None else slots_addresses_P.numel()
+    ep_size = 1 if alone else slots_addresses_P.numel()
     tuning = tuning or tune_gemm_push(dim, hidden_dim, top_k=top_k, ep_size=ep_size)
-    gemm_push_kernel[(grid_size("gemm_push", num_sms, h_RF.device),)](
-        tile_descriptor(h_RF, BLOCK_M.value, BLOCK_K.value),
-        tile_descriptor(h_RF, HALF_M.value, BLOCK_K.value),
-        tile_descriptor(w2_EDF.view(-1, hidden_dim), tuning.block_n, BLOCK_K.value),
+    # Arguments that a variant does not use get some pointer.
+    parts_NR, score_outputs = score_gradients or (counters.queue, counters.queue)
+    gemm_push_kernel[(grid_size(name, num_sms, y_RD.device),)](
+        *descriptors(tuning.block_n),
         tile_descriptor(y_RD, HALF_M.value, tuning.block_n),
         plan.sizes,
         plan.expert_start_e1,
@@ -142,22 +283,32 @@ def gemm_push(
         plan.pull_scores_UK,
         y_RD,
         counters.done_M,
-        y_RD if out_TD is None else out_TD,
-        counters.queue if slots_addresses_P is None else slots_addresses_P,
+        out_TD if alone else y_RD,
+        counters.queue if alone else slots_addresses_P,
         max_tokens,
+        parts_NR,
+        num_rows,
+        score_outputs,
         counters.queue,
         fault,
         rank,
-        deadline_in_us("gemm_push", deadline_seconds),
-        **gemm_push_constants(tuning, dim=dim, hidden_dim=hidden_dim, top_k=top_k, ep_size=ep_size),
+        deadline_in_us(name, deadline_seconds),
+        **gemm_push_constants(
+            tuning,
+            dim=dim,
+            hidden_dim=hidden_dim,
+            top_k=top_k,
+            ep_size=ep_size,
+            score_parts=parts_NR.shape[0] if score_gradients else 0,
+        ),
         num_warps=4,
     )
 
 
 def gemm_push_constants(
-    tuning: GemmPushTuning, *, dim: int, hidden_dim: int, top_k: int, ep_size: int
+    tuning: GemmPushTuning, *, dim: int, hidden_dim: int, top_k: int, ep_size: int, score_parts: int
 ) -> dict[str, int | bool]:
-    """What the kernel is compiled for."""
+    """What the kernel is compiled for; ``score_parts`` is 0 in forward."""
     consumer, comm, other = tuning.registers
     return {
         "DIM": dim,
@@ -174,14 +325,18 @@ def gemm_push_constants(
         "CONSUMER_REGS": consumer,
         "COMM_REGS": comm,
         "OTHER_REGS": other,
+        "BACKWARD": score_parts > 0,
+        "SCORE_PARTS": score_parts,
     }
 
 
 # ---- the kernel
 
-_KERNEL = gl.constexpr(plan_tables.KERNEL_GEMM_PUSH)
+_FORWARD_KERNEL = gl.constexpr(plan_tables.KERNEL_GEMM_PUSH)
+_BACKWARD_KERNEL = gl.constexpr(plan_tables.KERNEL_GEMM_PUSH_BACKWARD)
 _PHASE_DONE = gl.constexpr(plan_tables.PHASE_DONE)
 _TILE_QUEUE, _SEND_QUEUE = gl.constexpr(2), gl.constexpr(3)  # and the one after it, for the second pass
+_SCORE_QUEUE = gl.constexpr(7)
 
 _SECOND_PASS = gl.constexpr(1 << 16)
 """What a column tile of the second pass adds to ``done_M``: it may overtake the last ones of the first."""
@@ -222,38 +377,81 @@ def _load(
     stages,
     tiles,
     DIM: gl.constexpr,
-    NUM_STEPS: gl.constexpr,
+    HIDDEN: gl.constexpr,
     STAGES: gl.constexpr,
     BLOCK_N: gl.constexpr,
+    BACKWARD: gl.constexpr,
 ):
     """Producer: load the operands of each tile, up to STAGES steps ahead of the consumers."""
-    h_desc, half_h_desc, w2_desc = descs
-    h_bufs, w2_bufs = operands
-    stage_full, stage_empty = stages
+    a_desc, half_a_desc, b_desc, next_a_desc, next_half_a_desc, next_b_desc = descs
     ring, ring_full, ring_empty = tiles
     step = 0
     count = 0
     tile = receive_tile(ring, ring_full, count)
     while tile >= 0:
-        m, n, expert, rows = unpack_tile(tile)
-        row = m * BLOCK_M
-        weight_row = expert * DIM + n * BLOCK_N
-        for k in range(NUM_STEPS):
-            stage = step % STAGES
-            mbarrier.wait(stage_empty.index(stage), ((step // STAGES) & 1) ^ 1)
-            full = stage_full.index(stage)
-            h_buf = h_bufs.index(stage)
-            if rows > HALF_M:
-                mbarrier.expect(full, w2_desc.block_type.nbytes + h_desc.block_type.nbytes)
-                async_load(h_desc, [row, k * BLOCK_K], full, h_buf)
-            else:
-                mbarrier.expect(full, w2_desc.block_type.nbytes + half_h_desc.block_type.nbytes)
-                async_load(half_h_desc, [row, k * BLOCK_K], full, h_buf.slice(0, HALF_M))
-            async_load(w2_desc, [weight_row, k * BLOCK_K], full, w2_bufs.index(stage))
+        for k in range(HIDDEN // BLOCK_K):
+            _load_step(
+                a_desc, half_a_desc, b_desc, operands, stages, tile, k, step, DIM, HIDDEN, STAGES, BLOCK_N, BACKWARD
+            )
             step += 1
+        if BACKWARD:  # dgate and W1 were the first half of the steps; dup and W3 are the second
+            for k in range(HIDDEN // BLOCK_K):
+                _load_step(
+                    next_a_desc,
+                    next_half_a_desc,
+                    next_b_desc,
+                    operands,
+                    stages,
+                    tile,
+                    k,
+                    step,
+                    DIM,
+                    HIDDEN,
+                    STAGES,
+                    BLOCK_N,
+                    BACKWARD,
+                )
+                step += 1
         finish_tile(ring_empty, count)
         count += 1
         tile = receive_tile(ring, ring_full, count)
+
+
+@gluon.jit
+def _load_step(
+    a_desc,
+    half_a_desc,
+    b_desc,
+    operands,
+    stages,
+    tile,
+    k,
+    step,
+    DIM: gl.constexpr,
+    HIDDEN: gl.constexpr,
+    STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BACKWARD: gl.constexpr,
+):
+    """Load columns from ``k * BLOCK_K`` of the tile's rows, and of the weights what they are multiplied by."""
+    a_bufs, b_bufs = operands
+    stage_full, stage_empty = stages
+    m, n, expert, rows = unpack_tile(tile)
+    stage = step % STAGES
+    mbarrier.wait(stage_empty.index(stage), ((step // STAGES) & 1) ^ 1)
+    full = stage_full.index(stage)
+    a_buf = a_bufs.index(stage)
+    at = [m * BLOCK_M, k * BLOCK_K]
+    if rows > HALF_M:
+        mbarrier.expect(full, b_desc.block_type.nbytes + a_desc.block_type.nbytes)
+        async_load(a_desc, at, full, a_buf)
+    else:
+        mbarrier.expect(full, b_desc.block_type.nbytes + half_a_desc.block_type.nbytes)
+        async_load(half_a_desc, at, full, a_buf.slice(0, HALF_M))
+    if BACKWARD:
+        async_load(b_desc, [expert * HIDDEN + k * BLOCK_K, n * BLOCK_N], full, b_bufs.index(stage))
+    else:
+        async_load(b_desc, [expert * DIM + n * BLOCK_N, k * BLOCK_K], full, b_bufs.index(stage))
 
 
 @gluon.jit
@@ -263,6 +461,7 @@ def _multiply(
     NUM_STEPS: gl.constexpr,
     STAGES: gl.constexpr,
     BLOCK_N: gl.constexpr,
+    BACKWARD: gl.constexpr,
 ):
     """Consumer: 64 rows x BLOCK_N columns of y, tile after tile.
 
@@ -270,7 +469,7 @@ def _multiply(
     multiplies while the other empties its accumulators, and the tensor cores do not wait.
     """
     operands, y_buf, turns, y_full, stages, tiles = consumer
-    h_bufs, w2_bufs = operands
+    a_bufs, b_bufs = operands
     stage_full, stage_empty = stages
     ring, ring_full, ring_empty = tiles
     layout: gl.constexpr = gl.NVMMADistributedLayout(
@@ -286,8 +485,9 @@ def _multiply(
             for k in range(NUM_STEPS):
                 stage = step % STAGES
                 mbarrier.wait(stage_full.index(stage), (step // STAGES) & 1)
-                h = h_bufs.index(stage).slice(HALF * HALF_M, HALF_M)
-                y = warpgroup_mma(h, w2_bufs.index(stage).permute((1, 0)), y, is_async=True)
+                a = a_bufs.index(stage).slice(HALF * HALF_M, HALF_M)
+                b = b_bufs.index(stage)
+                y = warpgroup_mma(a, b if BACKWARD else b.permute((1, 0)), y, is_async=True)
                 # One product stays in flight. That of the step before is done, so its stage can be loaded again.
                 y = warpgroup_mma_wait(1, deps=(y,))
                 if k > 0:
@@ -328,10 +528,11 @@ def _multiply_and_send(
     WARP_TOKENS: gl.constexpr,
     ROUTES: gl.constexpr,
     COLUMNS: gl.constexpr,
+    BACKWARD: gl.constexpr,
 ):
     """Consumer; once there are no more tiles, a communication warp in each of its four."""
-    _multiply(HALF, consumer, NUM_STEPS, STAGES, BLOCK_N)
-    _send(sent, DIM, TOP_K, EP_SIZE, TILES_N, FIRST_TILES, WARP_TOKENS, ROUTES, COLUMNS)
+    _multiply(HALF, consumer, NUM_STEPS, STAGES, BLOCK_N, BACKWARD)
+    _send(sent, DIM, TOP_K, EP_SIZE, TILES_N, FIRST_TILES, WARP_TOKENS, ROUTES, COLUMNS, BACKWARD)
 
 
 @gluon.jit
@@ -389,6 +590,7 @@ def _look_up(
     TOP_K: gl.constexpr,
     TOKENS: gl.constexpr,
     ROUTES: gl.constexpr,
+    BACKWARD: gl.constexpr,
     layout: gl.constexpr,
     layout_tw: gl.constexpr,
 ):
@@ -412,7 +614,7 @@ def _look_up(
     source_t = gl.load(pull_source_U + u_s, mask=u_s >= 0, other=-1)
     row_tw = _load_routes(pull_rows_UK, u_w, route_w, TOP_K, -1)
     row_tr = _load_routes(pull_rows_UK, u_t, route_r, TOP_K, -1)
-    score_tr = _load_routes(pull_scores_UK, u_t, route_r, TOP_K, 0.0)
+    score_tr = row_tr if BACKWARD else _load_routes(pull_scores_UK, u_t, route_r, TOP_K, 0.0)
     return source_t, row_tw, u_t, row_tr, score_tr
 
 
@@ -428,9 +630,12 @@ def _load_rows(y_RD, row_tr, column_c, end, DIM: gl.constexpr):
 
 
 @gluon.jit
-def _weigh(y_trc, score_tr):
-    """``[t, c]``: the sum over routes, in their order."""
-    return gl.sum(y_trc.to(gl.float32) * score_tr[:, :, None], axis=1)
+def _weigh(y_trc, score_tr, BACKWARD: gl.constexpr):
+    """``[t, c]``: the sum over routes, in their order; in backward without weights, for dgate and dup have been scaled."""
+    y_trc = y_trc.to(gl.float32)
+    if not BACKWARD:
+        y_trc *= score_tr[:, :, None]
+    return gl.sum(y_trc, axis=1)
 
 
 @gluon.jit
@@ -444,14 +649,51 @@ def _weigh_more(
     DIM: gl.constexpr,
     TOP_K: gl.constexpr,
     ROUTES: gl.constexpr,
+    BACKWARD: gl.constexpr,
     layout: gl.constexpr,
 ):
     """``[t, c]``: the sum over the next ROUTES routes of tokens that have so many."""
     _, _, pull_rows_UK, pull_scores_UK = tables
     route_r = first_route + gl.arange(0, ROUTES, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     row_tr = _load_routes(pull_rows_UK, u_t, route_r, TOP_K, -1)
-    score_tr = _load_routes(pull_scores_UK, u_t, route_r, TOP_K, 0.0)
-    return _weigh(_load_rows(y_RD, row_tr, column_c, end, DIM), score_tr)
+    score_tr = row_tr if BACKWARD else _load_routes(pull_scores_UK, u_t, route_r, TOP_K, 0.0)
+    return _weigh(_load_rows(y_RD, row_tr, column_c, end, DIM), score_tr, BACKWARD)
+
+
+@gluon.jit
+def _send_score_gradients(sent, TOP_K: gl.constexpr, EP_SIZE: gl.constexpr, PARTS: gl.constexpr):
+    """Communication warp: add up the parts of the tokens' score gradients and write them to their owners. They are all
+    there: it waits for nobody, and it is done before the first row can be sent."""
+    sizes, tables, _, _, destinations, score_gradients, queue, faults = sent
+    _, pull_source_U, pull_rows_UK, _ = tables
+    _, _, max_tokens = destinations
+    parts_NR, num_rows, outputs = score_gradients
+    _, rank, _ = faults
+    ROUTES: gl.constexpr = triton.next_power_of_2(TOP_K)
+    TOKENS: gl.constexpr = 32 // ROUTES
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [TOKENS, ROUTES], [1, 1], [1, 0])  # a lane has one route
+    item_t = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout))
+    route_r = gl.arange(0, ROUTES, layout=gl.SliceLayout(0, layout))
+    num_unique = gl.load(sizes + 1)
+    first = claim(queue + _SCORE_QUEUE, TOKENS)
+    while first < num_unique:
+        is_token_t = first + item_t < num_unique
+        u_t = gl.where(is_token_t, first + item_t, -1)
+        source_t = gl.load(pull_source_U + u_t, mask=is_token_t, other=0)
+        row_tr = _load_routes(pull_rows_UK, u_t, route_r, TOP_K, -1)
+        dscore_tr = gl.zeros([TOKENS, ROUTES], gl.float32, layout)
+        for part in gl.static_range(PARTS):
+            start = num_rows.to(gl.int64) * part
+            dscore_tr += gl.load(parts_NR + start + row_tr, mask=row_tr >= 0, other=0.0)
+        token_t = source_t & 0xFFFFFFFF
+        if EP_SIZE > 1:
+            address_t = gl.load(outputs + (source_t >> 32))
+            address_t += (rank.to(gl.int64) * max_tokens + token_t) * (4 * TOP_K)
+            to_t = address_t.to(gl.pointer_type(gl.float32))
+        else:
+            to_t = outputs + token_t * TOP_K
+        gl.store(to_t[:, None] + route_r[None, :], dscore_tr, mask=is_token_t[:, None] & (route_r < TOP_K)[None, :])
+        first = claim(queue + _SCORE_QUEUE, TOKENS)
 
 
 @gluon.jit
@@ -465,13 +707,14 @@ def _send(
     WARP_TOKENS: gl.constexpr,
     ROUTES: gl.constexpr,
     COLUMNS: gl.constexpr,
+    BACKWARD: gl.constexpr,
 ):
     """Add up and send tokens until the send list is empty, WARP_TOKENS of them in each warp of the caller at a time.
 
     First the columns of the first pass, of all tokens, then those of the second. Of each token, COLUMNS columns of
     ROUTES rows are read at a time.
     """
-    sizes, tables, y_RD, done_M, destinations, queue, faults = sent
+    sizes, tables, y_RD, done_M, destinations, score_gradients, queue, faults = sent
     out_TD, slots_addresses_P, max_tokens = destinations
     fault, rank, deadline_us = faults
     WARPS: gl.constexpr = gl.num_warps()
@@ -491,7 +734,7 @@ def _send(
         queue_of_pass = queue + _SEND_QUEUE + column_pass
         first = claim(queue_of_pass, TOKENS)
         source_t, row_tw, u_t, row_tr, score_tr = _look_up(
-            first, num_unique, tables, TOP_K, TOKENS, ROUTES, layout, layout_tw
+            first, num_unique, tables, TOP_K, TOKENS, ROUTES, BACKWARD, layout, layout_tw
         )
         while first < num_unique:
             tile_tw = gl.maximum(row_tw, 0) // BLOCK_M
@@ -507,7 +750,8 @@ def _send(
             if num_late > 0:
                 tile = _largest(gl.where(done_tw < want_tw, tile_tw, -1))
                 have = _largest(gl.where((done_tw < want_tw) & (tile_tw == tile), done_tw, 0))
-                record_late(fault, rank, _KERNEL, _PHASE_DONE, tile, have, want)
+                KERNEL: gl.constexpr = _BACKWARD_KERNEL if BACKWARD else _FORWARD_KERNEL
+                record_late(fault, rank, KERNEL, _PHASE_DONE, tile, have, want)
                 num_unique = 0  # give up
             else:
                 thread_barrier()  # what one lane has seen done, all lanes may read
@@ -528,13 +772,13 @@ def _send(
                         # The next tokens are claimed and looked up while these rows are on their way.
                         first = claim(queue_of_pass, TOKENS)
                         source_t, row_tw, u_t, row_tr, score_tr = _look_up(
-                            first, num_unique, tables, TOP_K, TOKENS, ROUTES, layout, layout_tw
+                            first, num_unique, tables, TOP_K, TOKENS, ROUTES, BACKWARD, layout, layout_tw
                         )
-                    sum_tc = _weigh(y_trc, sent_score_tr)
+                    sum_tc = _weigh(y_trc, sent_score_tr, BACKWARD)
                     if TOP_K > ROUTES:
                         for first_route in range(ROUTES, num_routes, ROUTES):
                             sum_tc += _weigh_more(
-                                first_route, tables, y_RD, sent_u_t, column_c, end, DIM, TOP_K, ROUTES, layout
+                                first_route, tables, y_RD, sent_u_t, column_c, end, DIM, TOP_K, ROUTES, BACKWARD, layout
                             )
                     gl.store(
                         out_t[:, None] + column_c[None, :],
@@ -566,17 +810,24 @@ def _send_if(
     WARP_TOKENS: gl.constexpr,
     ROUTES: gl.constexpr,
     COLUMNS: gl.constexpr,
+    BACKWARD: gl.constexpr,
+    SCORE_PARTS: gl.constexpr,
 ):
     """A communication warp, or one that the tuning leaves idle."""
     if IS_USED:
-        _send(sent, DIM, TOP_K, EP_SIZE, TILES_N, FIRST_TILES, WARP_TOKENS, ROUTES, COLUMNS)
+        if BACKWARD:
+            _send_score_gradients(sent, TOP_K, EP_SIZE, SCORE_PARTS)
+        _send(sent, DIM, TOP_K, EP_SIZE, TILES_N, FIRST_TILES, WARP_TOKENS, ROUTES, COLUMNS, BACKWARD)
 
 
-@gluon.jit(do_not_specialize=["max_tokens", "rank", "deadline_us"])
+@gluon.jit(do_not_specialize=["max_tokens", "num_rows", "rank", "deadline_us"])
 def gemm_push_kernel(
-    h_desc,
-    half_h_desc,
-    w2_desc,
+    a_desc,
+    half_a_desc,
+    b_desc,
+    next_a_desc,
+    next_half_a_desc,
+    next_b_desc,
     y_desc,
     sizes,
     expert_start_e1,
@@ -591,6 +842,9 @@ def gemm_push_kernel(
     out_TD,
     slots_addresses_P,
     max_tokens,
+    dscore_parts_NR,
+    num_rows,
+    score_outputs,
     queue,
     fault,
     rank,
@@ -609,11 +863,14 @@ def gemm_push_kernel(
     CONSUMER_REGS: gl.constexpr,
     COMM_REGS: gl.constexpr,
     OTHER_REGS: gl.constexpr,
+    BACKWARD: gl.constexpr,
+    SCORE_PARTS: gl.constexpr,
 ):
     TILES_N: gl.constexpr = DIM // BLOCK_N
-    NUM_STEPS: gl.constexpr = HIDDEN // BLOCK_K
-    h_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_K], h_desc.layout)
-    w2_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_N, BLOCK_K], w2_desc.layout)
+    NUM_STEPS: gl.constexpr = (2 if BACKWARD else 1) * HIDDEN // BLOCK_K
+    B_SHAPE: gl.constexpr = [BLOCK_K, BLOCK_N] if BACKWARD else [BLOCK_N, BLOCK_K]
+    a_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
+    b_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES] + B_SHAPE, b_desc.layout)
     y_buf = gl.allocate_shared_memory(gl.bfloat16, [HALF_M, BLOCK_N], y_desc.layout)
     ring = gl.allocate_shared_memory(gl.int64, [RING_SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     stage_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -632,8 +889,8 @@ def gemm_push_kernel(
         mbarrier.init(y_full.index(i), count=1)
         mbarrier.init(turns.index(i), count=1)
 
-    descs = (h_desc, half_h_desc, w2_desc)
-    operands = (h_bufs, w2_bufs)
+    descs = (a_desc, half_a_desc, b_desc, next_a_desc, next_half_a_desc, next_b_desc)
+    operands = (a_bufs, b_bufs)
     stages = (stage_full, stage_empty)
     tiles = (ring, ring_full, ring_empty)
     consumer = (operands, y_buf, turns, y_full, stages, tiles)
@@ -642,7 +899,8 @@ def gemm_push_kernel(
     tables = (send_order_U, pull_source_U, pull_rows_UK, pull_scores_UK)
     destinations = (out_TD, slots_addresses_P, max_tokens)
     faults = (fault, rank, deadline_us)
-    sent = (sizes, tables, y_RD, done_M, destinations, queue, faults)
+    score_gradients = (dscore_parts_NR, num_rows, score_outputs)
+    sent = (sizes, tables, y_RD, done_M, destinations, score_gradients, queue, faults)
     # Registers are granted per warpgroup, in this order: the producer's has a warp that does nothing.
     gl.warp_specialize(
         [
@@ -663,6 +921,7 @@ def gemm_push_kernel(
                     WARP_TOKENS,
                     ROUTES,
                     COLUMNS,
+                    BACKWARD,
                 ),
             ),
             (
@@ -682,22 +941,82 @@ def gemm_push_kernel(
                     WARP_TOKENS,
                     ROUTES,
                     COLUMNS,
+                    BACKWARD,
                 ),
             ),
-            (_load, (descs, operands, stages, tiles, DIM, NUM_STEPS, STAGES, BLOCK_N)),
+            (_load, (descs, operands, stages, tiles, DIM, HIDDEN, STAGES, BLOCK_N, BACKWARD)),
             (_schedule, (planned, queue, tiles, EP_SIZE, TILES_N, FIRST_TILES)),
             (_store, (stored, tiles, BLOCK_N, FIRST_TILES)),
-            (_idle, ()),
-            (_send_if, (COMM_WARPS > 0, sent, DIM, TOP_K, EP_SIZE, TILES_N, FIRST_TILES, WARP_TOKENS, ROUTES, COLUMNS)),
-            (_send_if, (COMM_WARPS > 1, sent, DIM, TOP_K, EP_SIZE, TILES_N, FIRST_TILES, WARP_TOKENS, ROUTES, COLUMNS)),
-            (_send_if, (COMM_WARPS > 2, sent, DIM, TOP_K, EP_SIZE, TILES_N, FIRST_TILES, WARP_TOKENS, ROUTES, COLUMNS)),
-            (_send_if, (COMM_WARPS > 3, sent, DIM, TOP_K, EP_SIZE, TILES_N, FIRST_TILES, WARP_TOKENS, ROUTES, COLUMNS)),
+            (idle, ()),
+            (
+                _send_if,
+                (
+                    COMM_WARPS > 0,
+                    sent,
+                    DIM,
+                    TOP_K,
+                    EP_SIZE,
+                    TILES_N,
+                    FIRST_TILES,
+                    WARP_TOKENS,
+                    ROUTES,
+                    COLUMNS,
+                    BACKWARD,
+                    SCORE_PARTS,
+                ),
+            ),
+            (
+                _send_if,
+                (
+                    COMM_WARPS > 1,
+                    sent,
+                    DIM,
+                    TOP_K,
+                    EP_SIZE,
+                    TILES_N,
+                    FIRST_TILES,
+                    WARP_TOKENS,
+                    ROUTES,
+                    COLUMNS,
+                    BACKWARD,
+                    SCORE_PARTS,
+                ),
+            ),
+            (
+                _send_if,
+                (
+                    COMM_WARPS > 2,
+                    sent,
+                    DIM,
+                    TOP_K,
+                    EP_SIZE,
+                    TILES_N,
+                    FIRST_TILES,
+                    WARP_TOKENS,
+                    ROUTES,
+                    COLUMNS,
+                    BACKWARD,
+                    SCORE_PARTS,
+                ),
+            ),
+            (
+                _send_if,
+                (
+                    COMM_WARPS > 3,
+                    sent,
+                    DIM,
+                    TOP_K,
+                    EP_SIZE,
+                    TILES_N,
+                    FIRST_TILES,
+                    WARP_TOKENS,
+                    ROUTES,
+                    COLUMNS,
+                    BACKWARD,
+                    SCORE_PARTS,
+                ),
+            ),
         ],
         [4, 1, 1, 1, 1, 1, 1, 1, 1],
         [CONSUMER_REGS] + [OTHER_REGS] * 4 + [COMM_REGS] * 4,
     )
-
-
-@gluon.jit
-def _idle():
-    """Fills the producer's warpgroup."""

@@ -37,18 +37,25 @@ _SCAN_BLOCK = 1024
 _TILE_BLOCK = 256
 
 
-def build_kernel_plan(workspace: SymmetricWorkspace) -> tuple[KernelPlan, Counters]:
+def build_kernel_plan(
+    workspace: SymmetricWorkspace, storage: torch.Tensor | None = None
+) -> tuple[KernelPlan, Counters]:
     """Launch the plan kernels on the current stream.
+
+    Args:
+        workspace: the group's.
+        storage: uint8, as many as the plan's layout has bytes: where to write it. None: memory of its own.
 
     All ranks' ids, scores and token counts must be readable: see :func:`titan_megamoe.kernels.combine.publish`. Does
     not wait for the host. After a fault the plan is empty (``sizes`` all zero), so that the kernels behind it do
     nothing.
 
     Returns:
-        The plan, in memory of its own, and zeroed counters for one pass of ``pull_gemm`` and ``gemm_push``.
+        The plan, and zeroed counters for one pass of ``pull_gemm`` and ``gemm_push``.
     """
     shape, device = workspace.shape, workspace.device
-    plan: KernelPlan = layout_of(KernelPlan, shape).allocate(device)
+    layout = layout_of(KernelPlan, shape)
+    plan: KernelPlan = layout.allocate(device) if storage is None else layout.slice(storage)
     scratch: PlanScratch = layout_of(PlanScratch, shape).allocate(device)
     counters, counters_storage = allocate_counters(workspace)
     addresses, local = workspace.addresses, workspace.local

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
+from .tuning import num_score_parts
+
 BLOCK_M = 128
 """Rows of a tile. Every expert's rows start at a multiple of it."""
 
@@ -151,7 +153,7 @@ def _next_power_of_2(n: int) -> int:
 
 
 def buffer(dtype: torch.dtype | None, shape: Callable[..., tuple[int, ...]], meaning: str):
-    """Declare a field of a buffer group. ``shape`` maps a :class:`LayerShape` to the tensor's (for :class:`Rows`, a
+    """Declare a field of a buffer group. ``shape`` maps a :class:`LayerShape` to the tensor's (for buffers of rows, a
     :class:`RowShape`); ``dtype`` None is the layer's."""
     return field(metadata={"dtype": dtype, "shape": shape, "meaning": meaning})
 
@@ -289,7 +291,8 @@ class Counters:
     queue: torch.Tensor = buffer(
         torch.int32,
         lambda s: (16,),
-        "next item of: 0 pull list, 1 gate/up tiles, 2 down tiles, 3 and 4 send list of the first and second pass",
+        "next item of: 0 pull list, 1 tiles of pull_gemm, 2 tiles of gemm_push, 3 and 4 send list of the first and second "
+        "pass, 5 tiles of weight_gradients, 6 tiles whose padding is to be zeroed, 7 pull list for score gradients",
     )
 
 
@@ -317,27 +320,60 @@ class RowShape:
     layer: LayerShape
     num_rows: int
     """Padded rows: BLOCK_M times the tiles, as planned (exact sizing) or ``LayerShape.pool_rows`` (capacity)."""
-    keeps_gate_up: bool
-    """Whether backward will want the activations (``saved = "activations"``)."""
+    keeps_gate_up: bool = True
+    """Whether gate and up are wanted, beside their product."""
 
     @property
     def dtype(self) -> torch.dtype:
         return self.layer.dtype
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rows:
-    """The rows of this rank's experts, in plan order, each expert's padded to whole tiles. Padding is never read as
-    data."""
+def _rows(dtype: torch.dtype | None, column_dim: str, meaning: str):
+    """A buffer of one row for each row of the pool, ``column_dim`` wide."""
+    return buffer(dtype, lambda s: (s.num_rows, getattr(s.layer, column_dim)), meaning)
 
-    pool_RD: torch.Tensor = buffer(None, lambda s: (s.num_rows, s.layer.dim), "x of each row")  # noqa: N815
-    h_RF: torch.Tensor = buffer(None, lambda s: (s.num_rows, s.layer.hidden_dim), "silu(gate) * up")  # noqa: N815
-    y_RD: torch.Tensor = buffer(None, lambda s: (s.num_rows, s.layer.dim), "result of the down GEMM")  # noqa: N815
+
+# The rows of this rank's experts, in plan order, each expert's padded to whole tiles. Where it is not said otherwise,
+# padding is never read as data.
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptRows:
+    """What backward needs of the forward (``saved = "activations"``), or computes again (``"inputs"``)."""
+
+    pool_RD: torch.Tensor = _rows(  # noqa: N815
+        None, "dim", "x of each row; zeros in padding up to the next multiple of 64, which weight gradients read"
+    )
     gate_RF: torch.Tensor = buffer(  # noqa: N815
-        None, lambda s: (s.num_rows if s.keeps_gate_up else 0, s.layer.hidden_dim), "x W1^T, kept for backward"
+        None, lambda s: (s.num_rows if s.keeps_gate_up else 0, s.layer.hidden_dim), "x W1^T"
     )
     up_RF: torch.Tensor = buffer(  # noqa: N815
-        None, lambda s: (s.num_rows if s.keeps_gate_up else 0, s.layer.hidden_dim), "x W3^T, kept for backward"
+        None, lambda s: (s.num_rows if s.keeps_gate_up else 0, s.layer.hidden_dim), "x W3^T"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardRows:
+    h_RF: torch.Tensor = _rows(None, "hidden_dim", "silu(gate) * up")  # noqa: N815
+    y_RD: torch.Tensor = _rows(None, "dim", "result of the down GEMM")  # noqa: N815
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardRows:
+    """Of the first four, padding up to the next multiple of 64 is zero: weight gradients read it."""
+
+    dout_RD: torch.Tensor = _rows(None, "dim", "gradient of the output of each row's token")  # noqa: N815
+    dgate_RF: torch.Tensor = _rows(None, "hidden_dim", "gradient of gate")  # noqa: N815
+    dup_RF: torch.Tensor = _rows(None, "hidden_dim", "gradient of up")  # noqa: N815
+    scaled_h_RF: torch.Tensor = _rows(  # noqa: N815
+        None, "hidden_dim", "score * silu(gate) * up; before that, h of saved = 'inputs'"
+    )
+    dx_RD: torch.Tensor = _rows(None, "dim", "gradient of x of each row")  # noqa: N815
+    row_scores_R: torch.Tensor = buffer(torch.float32, lambda s: (s.num_rows,), "score of each row's route")  # noqa: N815
+    dscore_parts_NR: torch.Tensor = buffer(  # noqa: N815
+        torch.float32,
+        lambda s: (num_score_parts(s.layer.dim, s.layer.hidden_dim), s.num_rows),
+        "parts of each row's score gradient, by column tile",
     )
 
 
@@ -359,7 +395,8 @@ the first to do so fills in the others, later ones leave it alone. No kernel cle
 spent."""
 
 FAULT_DEADLINE, FAULT_BAD_ID, FAULT_BAD_SCORE, FAULT_PEER = 1, 2, 3, 4
-KERNEL_PUBLISH, KERNEL_HANDSHAKE, KERNEL_PULL_GEMM, KERNEL_GEMM_PUSH = 1, 2, 3, 4
+KERNEL_PUBLISH, KERNEL_HANDSHAKE = 1, 2
+KERNEL_PULL_GEMM, KERNEL_GEMM_PUSH, KERNEL_PULL_GEMM_BACKWARD, KERNEL_GEMM_PUSH_BACKWARD = 3, 4, 5, 6
 PHASE_PUBLISHED, PHASE_ALL_SENT, PHASE_ARRIVAL, PHASE_DONE = 0, 1, 2, 3
 
 _KERNEL_NAMES = {
@@ -367,12 +404,14 @@ _KERNEL_NAMES = {
     KERNEL_HANDSHAKE: "handshake",
     KERNEL_PULL_GEMM: "pull_gemm",
     KERNEL_GEMM_PUSH: "gemm_push",
+    KERNEL_PULL_GEMM_BACKWARD: "pull_gemm_backward",
+    KERNEL_GEMM_PUSH_BACKWARD: "gemm_push_backward",
 }
 _WAITED_FOR = {
     PHASE_PUBLISHED: "rank {item} to publish its inputs (call number {want}; it has published {have})",
     PHASE_ALL_SENT: "rank {item} to have sent its results (call number {want}; it has finished {have})",
     PHASE_ARRIVAL: "the rows of tile {item} to be pulled ({have} of {want} have landed)",
-    PHASE_DONE: "the down GEMM of tile {item} ({have} of {want} column tiles are done)",
+    PHASE_DONE: "the products of tile {item} ({have} of {want} column tiles are done)",
 }
 
 

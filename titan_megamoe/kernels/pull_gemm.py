@@ -23,7 +23,6 @@ Shape suffixes are those of ``plan_tables.py``.
 from __future__ import annotations
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -38,31 +37,23 @@ from . import plan_tables
 from .common import (
     async_load,
     async_store,
-    await_count,
-    await_free_slot,
     BLOCK_K,
     BLOCK_M,
     check_sizes,
     check_tensor,
-    claim,
     deadline_in_us,
     DEFAULT_DEADLINE_SECONDS,
     fence_async_global,
     finish_tile,
     grid_size,
     HALF_M,
-    hand_out,
-    pack_tile,
     receive_tile,
-    record_late,
     RING_SLOTS,
-    STOP,
-    thread_barrier,
     tile_descriptor,
-    tile_in_turn,
     unpack_tile,
 )
 from .plan_tables import Counters, KernelPlan
+from .pull import pull_rows, schedule_arrived_tiles
 from .tuning import PullGemmTuning, tune_pull_gemm
 
 
@@ -87,10 +78,11 @@ def pull_gemm(
 
     Args:
         plan: the routing plan; its rows must fit in R (what did not fit is not in the plan).
-        counters: zeroed. ``arrival_M`` and ``queue[:2]`` are used up.
+        counters: zeroed. ``arrival_M`` and ``queue[0, 1, 6]`` are used up.
         x_addresses_P: int64 ``[P]``, address of each rank's ``x``, bf16 ``[tokens, D]``, 16-byte aligned.
         w1_EFD, w3_EFD: bf16 ``[e, F, D]``, this rank's experts. D and F are multiples of 64.
-        pool_RD: bf16 ``[R, D]``, written: x of each row. Padding rows are left alone.
+        pool_RD: bf16 ``[R, D]``, written: x of each row; zeros in padding up to the next multiple of HALF_M rows. The rest
+            of the padding is left alone.
         h_RF: bf16 ``[R, F]``, written: silu(gate) * up. Padding rows may be written, with anything.
         gate_RF, up_RF: bf16 ``[R, F]``, both or neither: x W1^T and x W3^T, rounded, for backward.
         fault: int32, at least 7: the record of a missed deadline (``plan_tables.FAULT_FIELDS``).
@@ -178,109 +170,6 @@ def pull_gemm_constants(
 # ---- the kernel
 
 _KERNEL = gl.constexpr(plan_tables.KERNEL_PULL_GEMM)
-_PHASE_ARRIVAL = gl.constexpr(plan_tables.PHASE_ARRIVAL)
-_PULL_QUEUE, _TILE_QUEUE = gl.constexpr(0), gl.constexpr(1)
-
-
-@gluon.jit
-def _pull(
-    pulled,
-    DIM: gl.constexpr,
-    TOP_K: gl.constexpr,
-    TOKENS: gl.constexpr,  # of one item
-    COLUMNS: gl.constexpr,  # of each, held in registers at a time
-):
-    """Communication warp: copy tokens into the pool until the pull list is empty. Waits for nobody."""
-    sizes, pull_source_U, pull_rows_UK, x_addresses_P, pool_RD, arrival_M, queue = pulled
-    # [tokens t, columns c]: a lane has 16 bytes, so a warp copies 512 bytes of a row at a time.
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 1], [1, 0])
-    token_t = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout))
-    column_c = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-    # [tokens t, routes r]: a lane has one route, to count it.
-    layout_tr: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 1], [1, 0])
-    BLOCK_R: gl.constexpr = triton.next_power_of_2(TOP_K)
-    item_t = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout_tr))
-    route_r = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(0, layout_tr))
-    one_tr = gl.full([TOKENS, BLOCK_R], 1, gl.int32, layout_tr)
-
-    num_unique = gl.load(sizes + 1)
-    first = claim(queue + _PULL_QUEUE, TOKENS)
-    source_t = gl.load(pull_source_U + first + token_t, mask=first + token_t < num_unique, other=0)
-    while first < num_unique:
-        u_t = first + token_t
-        is_token_t = u_t < num_unique
-        address_t = gl.load(x_addresses_P + (source_t >> 32)) + (source_t & 0xFFFFFFFF) * (2 * DIM)
-        x_t = gl.multiple_of(address_t.to(gl.pointer_type(gl.bfloat16)), 16)
-        is_route_tr = (first + item_t < num_unique)[:, None] & (route_r < TOP_K)[None, :]
-        row_tr = gl.load(
-            pull_rows_UK + (first + item_t)[:, None] * TOP_K + route_r[None, :], mask=is_route_tr, other=-1
-        )
-        num_routes = gl.max(gl.sum((row_tr >= 0).to(gl.int32), axis=1), axis=0)
-
-        following = first
-        for start in gl.static_range(0, DIM, COLUMNS):
-            is_column_c = start + column_c < DIM
-            x_tc = gl.load(
-                x_t[:, None] + (start + column_c)[None, :],
-                mask=is_token_t[:, None] & is_column_c[None, :],
-                cache_modifier=".cg",  # read once
-            )
-            if start == 0:
-                # The next tokens are claimed and looked up while these are on their way.
-                following = claim(queue + _PULL_QUEUE, TOKENS)
-                source_t = gl.load(pull_source_U + following + token_t, mask=following + token_t < num_unique, other=0)
-            for route in range(num_routes):
-                row_t = gl.load(pull_rows_UK + u_t * TOP_K + route, mask=is_token_t, other=-1)
-                gl.store(
-                    pool_RD + row_t.to(gl.int64)[:, None] * DIM + (start + column_c)[None, :],
-                    x_tc,
-                    mask=(row_t >= 0)[:, None] & is_column_c[None, :],
-                )
-
-        # All lanes' parts of the rows are written, and the copy engine may read them, before they are counted.
-        fence_async_global()
-        thread_barrier()
-        gl.atomic_add(arrival_M + row_tr // BLOCK_M, one_tr, mask=row_tr >= 0, sem="release", scope="gpu")
-        first = following
-
-
-@gluon.jit
-def _pull_if(
-    IS_USED: gl.constexpr,
-    pulled,
-    DIM: gl.constexpr,
-    TOP_K: gl.constexpr,
-    TOKENS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-):
-    """A communication warp, or one that the tuning leaves idle."""
-    if IS_USED:
-        _pull(pulled, DIM, TOP_K, TOKENS, COLUMNS)
-
-
-@gluon.jit
-def _schedule(planned, faults, tiles, EP_SIZE: gl.constexpr, TILES_N: gl.constexpr):
-    """Scheduler: hand out tiles whose rows are there. Those that share their rows come one after the other."""
-    sizes, expert_start_e1, tile_expert_M, tile_rows_M, arrival_M, queue = planned
-    fault, rank, deadline_us = faults
-    ring, ring_full, ring_empty = tiles
-    num_tiles = gl.load(sizes) * TILES_N
-    count = 0
-    tile = gl.to_tensor(0).to(gl.int64)
-    while tile >= 0:
-        await_free_slot(ring_empty, count)
-        index = claim(queue + _TILE_QUEUE, 1)
-        tile = gl.to_tensor(STOP).to(gl.int64)
-        if index < num_tiles:
-            m, expert = tile_in_turn(index // TILES_N, tile_expert_M, expert_start_e1, EP_SIZE)
-            rows = gl.load(tile_rows_M + m)
-            have = await_count(arrival_M + m, rows, deadline_us)
-            if have < rows:
-                record_late(fault, rank, _KERNEL, _PHASE_ARRIVAL, m, have, rows)
-            else:
-                tile = pack_tile(m, index % TILES_N, expert, rows)
-        hand_out(tile, ring, ring_full, count)
-        count += 1
 
 
 @gluon.jit
@@ -455,7 +344,9 @@ def pull_gemm_kernel(
     tiles = (ring, ring_full, ring_empty)
     outputs = (h_desc, gate_desc, up_desc, out_bufs)
     descs = (pool_desc, half_pool_desc, w1_desc, w3_desc)
-    pulled = (sizes, pull_source_U, pull_rows_UK, x_addresses_P, pool_RD, arrival_M, queue)
+    # No scores are wanted: any pointers stand in for the tables of scores.
+    tables = (pull_source_U, pull_rows_UK, pull_rows_UK)
+    pulled = (sizes, tile_rows_M, tables, x_addresses_P, pool_RD, arrival_M, arrival_M, queue)
     planned = (sizes, expert_start_e1, tile_expert_M, tile_rows_M, arrival_M, queue)
     faults = (fault, rank, deadline_us)
     consumer = (operands, outputs, stages, tiles)
@@ -465,11 +356,11 @@ def pull_gemm_kernel(
             (_multiply, (0, consumer, NUM_STEPS, STAGES, BLOCK_N, SAVE_GATE_UP)),
             (_multiply, (1, consumer, NUM_STEPS, STAGES, BLOCK_N, SAVE_GATE_UP)),
             (_load, (descs, operands, stages, tiles, HIDDEN, NUM_STEPS, STAGES, BLOCK_N)),
-            (_schedule, (planned, faults, tiles, EP_SIZE, TILES_N)),
-            (_pull_if, (COMM_WARPS > 0, pulled, DIM, TOP_K, TOKENS, COLUMNS)),
-            (_pull_if, (COMM_WARPS > 1, pulled, DIM, TOP_K, TOKENS, COLUMNS)),
-            (_pull_if, (COMM_WARPS > 2, pulled, DIM, TOP_K, TOKENS, COLUMNS)),
-            (_pull_if, (COMM_WARPS > 3, pulled, DIM, TOP_K, TOKENS, COLUMNS)),
+            (schedule_arrived_tiles, (planned, faults, tiles, EP_SIZE, TILES_N, _KERNEL)),
+            (pull_rows, (COMM_WARPS > 0, pulled, DIM, TOP_K, TOKENS, COLUMNS, False)),
+            (pull_rows, (COMM_WARPS > 1, pulled, DIM, TOP_K, TOKENS, COLUMNS, False)),
+            (pull_rows, (COMM_WARPS > 2, pulled, DIM, TOP_K, TOKENS, COLUMNS, False)),
+            (pull_rows, (COMM_WARPS > 3, pulled, DIM, TOP_K, TOKENS, COLUMNS, False)),
         ],
         [4, 1, 1, 1, 1, 1, 1],
         [CONSUMER_REGS, OTHER_REGS, OTHER_REGS, COMM_REGS, COMM_REGS, COMM_REGS, COMM_REGS],

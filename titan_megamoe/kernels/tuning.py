@@ -5,6 +5,7 @@ Shape suffixes are those of ``plan_tables.py``.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 COMM_WARPS = 4
@@ -56,6 +57,8 @@ class GemmPushTuning:
 # stage holds 64 columns of 128 rows of A and of block_n rows of B (pull_gemm: of W1 and of W3), next to the output's
 # buffer (pull_gemm: 128 x block_n; gemm_push: 64 x block_n), all in bf16 and in 227 KiB.
 PULL_GEMM_STAGES = {128: 4, 64: 6}
+# A stage of pull_gemm_backward holds 64 columns of 128 rows and block_n columns of W2, next to six buffers of 64 x block_n.
+PULL_GEMM_BACKWARD_STAGES = {128: 4, 64: 6}
 GEMM_PUSH_STAGES = {256: 4, 128: 6, 64: 8}
 
 # Rows of a token read at a time -> tokens of an item, columns of each: what 136 registers hold beside the sums in fp32.
@@ -71,6 +74,21 @@ def tune_pull_gemm(dim: int, hidden_dim: int) -> PullGemmTuning:
         stages=PULL_GEMM_STAGES[block_n],
         columns=min(2048, _next_power_of_2(dim)),
     )
+
+
+def tune_pull_gemm_backward(dim: int, hidden_dim: int) -> PullGemmTuning:
+    """As :func:`tune_pull_gemm`, whose rows of ``dout`` are as wide as those of ``x``."""
+    block_n = _widest(PULL_GEMM_BACKWARD_STAGES, hidden_dim, "hidden_dim")
+    return PullGemmTuning(
+        block_n=block_n,
+        stages=PULL_GEMM_BACKWARD_STAGES[block_n],
+        columns=min(2048, _next_power_of_2(dim)),
+    )
+
+
+def num_score_parts(dim: int, hidden_dim: int) -> int:
+    """Column tiles of ``pull_gemm_backward``, each of which has a part of a row's score gradient."""
+    return hidden_dim // tune_pull_gemm_backward(dim, hidden_dim).block_n
 
 
 def tune_gemm_push(dim: int, hidden_dim: int, *, top_k: int, ep_size: int) -> GemmPushTuning:
@@ -106,3 +124,30 @@ def _widest(stages: dict[int, int], extent: int, name: str) -> int:
 
 def _next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
+
+
+# ---- weight_gradients
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightGradientsTuning:
+    """How ``weight_gradients`` cuts its work."""
+
+    block_n: int
+    """Columns of a tile: divides D and F."""
+    stages: int
+    """Steps of the main loop whose operands fit in shared memory."""
+    registers: tuple[int, int] = (240, 24)
+    """Of a thread of the second consumer, and of producer, scheduler and store warp. Multiples of 8; the first consumer
+    has what these leave of 504."""
+
+
+# As above. A stage holds 32 rows of 128 columns of the left matrix and of block_n columns of the right one, next to the
+# output's buffer, 64 x block_n.
+WEIGHT_GRADIENTS_STAGES = {256: 8, 128: 12, 64: 16}
+
+
+def tune_weight_gradients(dim: int, hidden_dim: int) -> WeightGradientsTuning:
+    """For experts of ``dim`` (D) and ``hidden_dim`` (F)."""
+    block_n = _widest(WEIGHT_GRADIENTS_STAGES, math.gcd(dim, hidden_dim), "gcd(dim, hidden_dim)")
+    return WeightGradientsTuning(block_n=block_n, stages=WEIGHT_GRADIENTS_STAGES[block_n])
