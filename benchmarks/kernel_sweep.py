@@ -36,11 +36,12 @@ from titan_megamoe.kernels.plan import build_kernel_plan, read_sizes
 from titan_megamoe.kernels.plan_tables import (
     BackwardRows,
     BLOCK_M,
-    ForwardRows,
+    HiddenRows,
     KeptRows,
     LayerShape,
     Layout,
     PHASE_PUBLISHED,
+    ResultRows,
     RowShape,
 )
 from titan_megamoe.kernels.pull_gemm import pull_gemm
@@ -112,7 +113,9 @@ class Layer:
         self.sizes = read_sizes(self.plan, self.workspace)
         num_rows = BLOCK_M * self.sizes.num_tiles
         row_shape = RowShape(layer=shape, num_rows=num_rows)
-        groups = (Layout(group, row_shape).allocate("cuda") for group in (KeptRows, ForwardRows, BackwardRows))
+        groups = (
+            Layout(group, row_shape).allocate("cuda") for group in (KeptRows, HiddenRows, ResultRows, BackwardRows)
+        )
         self.rows = SimpleNamespace(**{name: tensor for group in groups for name, tensor in vars(group).items()})
         self.out_TD = torch.empty(shape.max_tokens, dim, dtype=torch.bfloat16, device="cuda")
         self.dscores_TK = torch.empty(shape.max_tokens, shape.top_k, device="cuda")

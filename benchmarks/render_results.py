@@ -26,7 +26,9 @@ def render() -> str:
     kernels = {name: d for name, d in documents.items() if "tunings" in d}
     if kernels:
         parts.append("## The fused kernels\n")
-        parts += [_kernels_table(name, document) for name, document in kernels.items()]
+        for name, document in kernels.items():
+            has_parts = "part" in document["results"][0]
+            parts.append((_kernels_table if has_parts else _weight_gradients_table)(name, document))
     if steps:
         parts.append("## Whole training steps\n")
         parts += [_steps_table(name, document) for name, document in steps.items()]
@@ -34,6 +36,10 @@ def render() -> str:
 
 
 def _environment(document: dict) -> str:
+    return _machine(document) + (f". {document['remark']}".removesuffix(".") if "remark" in document else "")
+
+
+def _machine(document: dict) -> str:
     environment = document["environment"]
     if environment["gpus"] == 0:
         return f"No GPU, torch {environment['torch']}, {environment['date']}"
@@ -95,6 +101,8 @@ KERNEL_PARTS = {
     "gemm": "with rows in place, or not sent",
     "rows": "the rows alone",
     "dense": "dense matmul of the same size",
+    "one stream": "kernels in a row",
+    "two streams": "weight gradients on a stream of their own",
 }
 
 
@@ -110,6 +118,22 @@ def _kernels_table(name: str, document: dict) -> str:
     for shape, kernel in dict.fromkeys((r["shape"], r["kernel"]) for r in document["results"]):
         cells = [times.get((shape, kernel, part)) for part in KERNEL_PARTS]
         lines.append(f"| {shape} | {kernel} | " + " | ".join("" if ms is None else f"{ms:.3f}" for ms in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _weight_gradients_table(name: str, document: dict) -> str:
+    results = {(r["shape"], r["kernel"]): r for r in document["results"]}
+    kernels = list(dict.fromkeys(kernel for _, kernel in results))
+    lines = [
+        f"`{name}`, by benchmarks/weight_gradients.py: gradients of W1, W2 and W3, random routing, median of "
+        f"{document['repeats']}, ms (TFLOP/s). {_device(document)}.",
+        "",
+        f"| shape | {' | '.join(kernels)} |",
+        "| --- | " + "--- | " * len(kernels),
+    ]
+    for shape in dict.fromkeys(shape for shape, _ in results):
+        cells = [f"{results[shape, k]['median_ms']:.3f} ({results[shape, k]['tflops']:.0f})" for k in kernels]
+        lines.append(f"| {shape} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -15,12 +15,13 @@ from titan_megamoe.kernels.plan_tables import (
     BLOCK_M,
     Counters,
     fault_error,
-    ForwardRows,
+    HiddenRows,
     KeptRows,
     KernelPlan,
     LayerShape,
     Layout,
     PlanScratch,
+    ResultRows,
     RowShape,
 )
 from titan_megamoe.symmetric import (
@@ -88,7 +89,8 @@ def test_memory_plan_totals_are_the_layouts(shape, saved):
     memory = plan_memory(shape, saved=saved)
     rows = RowShape(layer=shape, num_rows=memory.num_rows)
     plan, counters, scratch = (Layout(group, shape).num_bytes for group in (KernelPlan, Counters, PlanScratch))
-    kept, forward, backward = (Layout(group, rows).num_bytes for group in (KeptRows, ForwardRows, BackwardRows))
+    kept, backward = (Layout(group, rows).num_bytes for group in (KeptRows, BackwardRows))
+    forward = sum(Layout(group, rows).num_bytes for group in (HiddenRows, ResultRows))
     pool = Layout(KeptRows, RowShape(layer=shape, num_rows=memory.num_rows, keeps_gate_up=False)).num_bytes
     shared = sum(Layout(group, shape).num_bytes for group in (Published, Addresses, LocalState))
     if saved == "activations":
@@ -99,7 +101,7 @@ def test_memory_plan_totals_are_the_layouts(shape, saved):
     assert memory.sections[0].num_bytes == Layout(Published, shape).num_bytes
     names = [entry.name for section in memory.sections for entry in section.entries]
     layouts = [Layout(group, shape) for group in GROUPS]
-    layouts += [Layout(group, rows) for group in (KeptRows, ForwardRows, BackwardRows)]
+    layouts += [Layout(group, rows) for group in (KeptRows, HiddenRows, ResultRows, BackwardRows)]
     assert set(names) == {entry.name for layout in layouts for entry in layout.entries if entry.num_bytes}
     text = memory.explain()
     for section in memory.sections:

@@ -2,8 +2,8 @@
 
     publish -> handshake -> plan -> pull_gemm -> gemm_push -> handshake -> reduce_slots
 
-    publish_rows -> handshake -> pull_gemm_backward -> gemm_push_backward -> handshake -> reduce_slots, collect_score_slots
-                                                    -> weight_gradients
+    publish_rows -> handshake -> pull_gemm_backward -> gemm_push_backward -> signal -> weight_gradients -> wait
+                 -> reduce_slots, collect_score_slots
 
 With one rank the handshakes do nothing and ``gemm_push`` writes the output.
 
@@ -57,95 +57,116 @@ def unsupported_layer(dtype: torch.dtype, dim: int, hidden_dim: int) -> str | No
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forward:
-    """The layer's output and what its backward needs, as flat memory of which ``plan_tables`` says what is where."""
+class Dispatched:
+    """What the first half of the forward leaves: to the second half, and (all but ``h``) to backward. Flat memory, of which
+    ``plan_tables`` says what is where."""
 
-    out_TD: torch.Tensor  # noqa: N815
     plan: torch.Tensor
     """uint8: a ``KernelPlan``."""
     kept: torch.Tensor
     """uint8: ``KeptRows``; empty under ``saved = "inputs"``."""
     rows_R0: torch.Tensor  # noqa: N815
     """``[R, 0]``: says how many rows there are."""
+    h: torch.Tensor
+    """uint8: ``HiddenRows``."""
 
 
-def forward(
+def dispatch(
     x_TD: torch.Tensor,
     topk_ids_TK: torch.Tensor,
     topk_scores_TK: torch.Tensor,
     w1_EFD: torch.Tensor,
-    w2_EDF: torch.Tensor,
     w3_EFD: torch.Tensor,
     *,
     workspace,
     keep_activations: bool,
-) -> Forward:
-    """The layer's forward. Arguments as in :func:`titan_megamoe.mega_moe`; weights contiguous.
+) -> Dispatched:
+    """The first half of the forward: plan, dispatch, gate/up and SwiGLU.
 
-    ``workspace``: the group's ``SymmetricWorkspace`` of this layer's shape. With several ranks and exact sizing, the host
-    waits once, to read how many rows were routed here. Otherwise it does not, and what was wrong (a bad id, an overflow) is
-    raised by a later call or by ``titan_megamoe.check_step``.
+    Arguments as in :func:`titan_megamoe.mega_moe`; weights contiguous. ``workspace``: the group's ``SymmetricWorkspace`` of
+    this layer's shape. With several ranks and exact sizing, the host waits once, to read how many rows were routed here.
+    Otherwise it does not, and what was wrong (a bad id, an overflow) is raised by a later call or by
+    ``titan_megamoe.check_step``.
+
+    It may go without its second half only where its backward follows (a recomputation): the next call on the workspace
+    overwrites what peers pull from.
     """
     from .kernels import combine
-    from .kernels.gemm_push import gemm_push
     from .kernels.plan import build_kernel_plan, read_sizes
     from .kernels.plan_tables import (
         BLOCK_M,
-        ForwardRows,
+        HiddenRows,
         KernelPlan,
         KeptRows,
-        Layout,
         layout_of,
-        PHASE_ALL_SENT,
         PHASE_PUBLISHED,
         RowShape,
     )
 
-    shape, addresses, device = workspace.shape, workspace.addresses, x_TD.device
-    alone = shape.ep_size == 1
-    x_TD = x_TD.contiguous()
+    shape = workspace.shape
     workspace.raise_if_late()
-    plan_storage = torch.empty(layout_of(KernelPlan, shape).num_bytes, dtype=torch.uint8, device=device)
+    plan_storage = x_TD.new_empty(layout_of(KernelPlan, shape).num_bytes, dtype=torch.uint8)
     with torch.profiler.record_function("mega_moe: plan"):
         combine.publish(workspace, x_TD, topk_ids_TK, topk_scores_TK)
         combine.handshake(workspace, PHASE_PUBLISHED)
         plan, counters = build_kernel_plan(workspace, plan_storage)
         if shape.capacity is not None:
             num_rows = shape.pool_rows
-        elif alone:  # all routes are this rank's; only how they are padded depends on the routing
+        elif shape.ep_size == 1:  # all routes are this rank's; only how they are padded depends on the routing
             num_rows = BLOCK_M * shape.tiles_for(topk_ids_TK.numel())
         else:
             num_rows = BLOCK_M * read_sizes(plan, workspace).num_tiles
     row_shape = RowShape(layer=shape, num_rows=num_rows, keeps_gate_up=keep_activations)
-    kept_layout = Layout(KeptRows, row_shape)
-    kept_storage = torch.empty(kept_layout.num_bytes, dtype=torch.uint8, device=device)
-    rows: ForwardRows = Layout(ForwardRows, row_shape).allocate(device)
-    out_TD = torch.empty_like(x_TD)
-    _pull_gemm(workspace, plan, counters, w1_EFD, w3_EFD, kept_layout.slice(kept_storage), rows.h_RF)
+    kept, hidden = layout_of(KeptRows, row_shape), layout_of(HiddenRows, row_shape)
+    kept_storage = x_TD.new_empty(kept.num_bytes, dtype=torch.uint8)
+    h_storage = x_TD.new_empty(hidden.num_bytes, dtype=torch.uint8)
+    _pull_gemm(workspace, plan, counters, w1_EFD, w3_EFD, kept.slice(kept_storage), hidden.slice(h_storage).h_RF)
+    return Dispatched(
+        plan=plan_storage,
+        kept=kept_storage if keep_activations else kept_storage.new_empty(0),
+        rows_R0=x_TD.new_empty(num_rows, 0),
+        h=h_storage,
+    )
+
+
+def combine(
+    plan: torch.Tensor,
+    rows_R0: torch.Tensor,  # noqa: N803
+    h: torch.Tensor,
+    topk_ids_TK: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    *,
+    workspace,
+) -> torch.Tensor:
+    """``[T, D]``: the second half of the forward: down projection and combine. ``plan``, ``rows_R0``, ``h``: of what
+    :func:`dispatch` returned; the others as its arguments."""
+    from .kernels import combine as kernels
+    from .kernels.gemm_push import gemm_push
+    from .kernels.plan_tables import HiddenRows, KernelPlan, layout_of, PHASE_ALL_SENT, ResultRows, RowShape
+
+    shape = workspace.shape
+    alone = shape.ep_size == 1
+    row_shape = RowShape(layer=shape, num_rows=rows_R0.shape[0])
+    out_TD = w2_EDF.new_empty(topk_ids_TK.shape[0], shape.dim)
     with torch.profiler.record_function("mega_moe: gemm_push"):
         gemm_push(
-            plan,
-            counters,
-            h_RF=rows.h_RF,
+            layout_of(KernelPlan, shape).slice(plan),
+            _zeroed_counters(workspace),
+            h_RF=layout_of(HiddenRows, row_shape).slice(h).h_RF,
             w2_EDF=w2_EDF,
-            y_RD=rows.y_RD,
+            y_RD=layout_of(ResultRows, row_shape).allocate(out_TD.device).y_RD,
             out_TD=out_TD if alone else None,
-            slots_addresses_P=None if alone else addresses.slots_P,
+            slots_addresses_P=None if alone else workspace.addresses.slots_P,
             max_tokens=shape.max_tokens,
             fault=workspace.local.fault,
             rank=workspace.rank,
         )
         if not alone:
-            combine.handshake(workspace, PHASE_ALL_SENT)
-            combine.reduce_slots(workspace, topk_ids_TK.contiguous(), out_TD)
+            kernels.handshake(workspace, PHASE_ALL_SENT)
+            kernels.reduce_slots(workspace, topk_ids_TK.contiguous(), out_TD)
     if alone or shape.capacity is not None:
         workspace.check_later()
-    return Forward(
-        out_TD=out_TD,
-        plan=plan_storage,
-        kept=kept_storage if keep_activations else kept_storage.new_empty(0),
-        rows_R0=x_TD.new_empty(num_rows, 0),
-    )
+    return out_TD
 
 
 def backward(
@@ -157,26 +178,27 @@ def backward(
     w2_EDF: torch.Tensor,
     w3_EFD: torch.Tensor,
     *,
-    saved: Forward,
+    plan: torch.Tensor,
+    kept: torch.Tensor,
+    rows_R0: torch.Tensor,  # noqa: N803
     kept_activations: bool,
     workspace,
 ) -> Gradients:
     """The layer's backward, on the forward's plan. What the forward did not keep is pulled and computed again.
 
-    ``saved``: what :func:`forward` returned (``out_TD`` is not read), with ``kept_activations`` as its ``keep_activations``:
-    equal on all ranks, so not to be read off sizes, which are zero for a rank without rows. Does not wait for the host.
+    ``plan``, ``kept``, ``rows_R0``: of what :func:`dispatch` returned, with ``kept_activations`` as its
+    ``keep_activations``: equal on all ranks, so not to be read off sizes, which are zero for a rank without rows. Does not
+    wait for the host.
 
-    The weight gradients run on a stream of their own, behind ``gemm_push_backward``: they take over SMs as it leaves them,
-    while its last tokens are sent, and with several ranks while the others are waited for.
+    The weight gradients run between this rank's last row and the wait for the other ranks', which they hide. (On a stream
+    of their own beside ``gemm_push_backward`` they were no faster: docs/results/h200_kernels.json, "two streams".)
     """
     from .kernels import combine
     from .kernels.gemm_push import gemm_push_backward
-    from .kernels.plan import allocate_counters
     from .kernels.plan_tables import (
         BackwardRows,
         KernelPlan,
         KeptRows,
-        Layout,
         layout_of,
         PHASE_ALL_SENT,
         PHASE_PUBLISHED,
@@ -187,11 +209,11 @@ def backward(
 
     shape, addresses, device = workspace.shape, workspace.addresses, x_TD.device
     fault, rank, alone = workspace.local.fault, workspace.rank, shape.ep_size == 1
-    plan: KernelPlan = layout_of(KernelPlan, shape).slice(saved.plan)
-    row_shape = RowShape(layer=shape, num_rows=saved.rows_R0.shape[0])
-    kept_layout = Layout(KeptRows, row_shape)
-    kept: KeptRows = kept_layout.slice(saved.kept) if kept_activations else kept_layout.allocate(device)
-    rows: BackwardRows = Layout(BackwardRows, row_shape).allocate(device)
+    plan: KernelPlan = layout_of(KernelPlan, shape).slice(plan)
+    row_shape = RowShape(layer=shape, num_rows=rows_R0.shape[0])
+    kept_layout = layout_of(KeptRows, row_shape)
+    kept: KeptRows = kept_layout.slice(kept) if kept_activations else kept_layout.allocate(device)
+    rows: BackwardRows = layout_of(BackwardRows, row_shape).allocate(device)
     dout_TD, x_TD, topk_ids_TK = dout_TD.contiguous(), x_TD.contiguous(), topk_ids_TK.contiguous()
     gradients = Gradients(
         x_TD=torch.empty_like(x_TD),
@@ -205,11 +227,8 @@ def backward(
         combine.publish_rows(workspace, dout_TD=dout_TD, x_TD=None if kept_activations else x_TD)
         combine.handshake(workspace, PHASE_PUBLISHED)
     if not kept_activations:
-        counters, storage = allocate_counters(workspace)
-        storage.zero_()
-        _pull_gemm(workspace, plan, counters, w1_EFD, w3_EFD, kept, rows.scaled_h_RF)
-    counters, storage = allocate_counters(workspace)
-    storage.zero_()
+        _pull_gemm(workspace, plan, _zeroed_counters(workspace), w1_EFD, w3_EFD, kept, rows.scaled_h_RF)
+    counters = _zeroed_counters(workspace)
     with torch.profiler.record_function("mega_moe: pull_gemm_backward"):
         pull_gemm_backward(
             plan,
@@ -227,8 +246,6 @@ def backward(
             fault=fault,
             rank=rank,
         )
-    main, side = torch.cuda.current_stream(device), _side_stream(device)
-    rows_are_there = main.record_event()
     with torch.profiler.record_function("mega_moe: gemm_push_backward"):
         gemm_push_backward(
             plan,
@@ -247,8 +264,8 @@ def backward(
             fault=fault,
             rank=rank,
         )
-    with torch.cuda.stream(side), torch.profiler.record_function("mega_moe: weight_gradients"):
-        side.wait_event(rows_are_there)
+        combine.signal(workspace, PHASE_ALL_SENT)
+    with torch.profiler.record_function("mega_moe: weight_gradients"):
         weight_gradients(
             plan,
             counters,
@@ -262,13 +279,20 @@ def backward(
             dw3_EFD=gradients.w3_EFD,
         )
     if not alone:
-        combine.handshake(workspace, PHASE_ALL_SENT)
-        combine.reduce_slots(workspace, topk_ids_TK, gradients.x_TD)
-        combine.collect_score_slots(workspace, topk_ids_TK, gradients.topk_scores_TK)
+        with torch.profiler.record_function("mega_moe: collect gradients"):
+            combine.wait(workspace, PHASE_ALL_SENT)
+            combine.reduce_slots(workspace, topk_ids_TK, gradients.x_TD)
+            combine.collect_score_slots(workspace, topk_ids_TK, gradients.topk_scores_TK)
     workspace.check_later()
-    # All buffers of the call are freed on this stream: the side stream must be done with them.
-    main.wait_stream(side)
     return replace(gradients, topk_scores_TK=gradients.topk_scores_TK.to(topk_scores_TK.dtype))
+
+
+def _zeroed_counters(workspace):
+    from .kernels.plan import allocate_counters
+
+    counters, storage = allocate_counters(workspace)
+    storage.zero_()
+    return counters
 
 
 def _pull_gemm(workspace, plan, counters, w1_EFD, w3_EFD, kept, h_RF) -> None:  # noqa: N803
@@ -291,14 +315,7 @@ def _pull_gemm(workspace, plan, counters, w1_EFD, w3_EFD, kept, h_RF) -> None:  
         )
 
 
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-def workspace_for(
-    x_TD: torch.Tensor, topk_ids_TK: torch.Tensor, w1_EFD: torch.Tensor, *, link: Link, capacity: float | None
-):
+def workspace_for(topk_ids_TK: torch.Tensor, w2_EDF: torch.Tensor, *, link: Link, capacity: float | None):
     """The shared workspace of this layer's shape. With several ranks it is made by the first call, for the most tokens any
     rank then had.
 
@@ -308,16 +325,17 @@ def workspace_for(
     from .kernels.plan_tables import LayerShape
     from .symmetric import get_workspace
 
-    num_experts, hidden_dim, dim = w1_EFD.shape
+    num_experts, dim, hidden_dim = w2_EDF.shape
+    device = w2_EDF.device
     num_tokens, top_k = topk_ids_TK.shape
     if link.group is None:
         # The static pool is sized by the tokens there are.
         step = 1 if capacity is not None else _TOKEN_STEP
         max_tokens = max(1, -(-num_tokens // step)) * step
     else:
-        key = (link.group_name, x_TD.device, dim, hidden_dim, num_experts, top_k, capacity)
+        key = (link.group_name, device, dim, hidden_dim, num_experts, top_k, capacity)
         if key not in _max_tokens:
-            most = torch.tensor([max(num_tokens, 1)], device=x_TD.device)
+            most = torch.tensor([max(num_tokens, 1)], device=device)
             dist.all_reduce(most, dist.ReduceOp.MAX, group=link.group)
             _max_tokens[key] = int(most)
         max_tokens = _max_tokens[key]
@@ -335,4 +353,4 @@ def workspace_for(
         top_k=top_k,
         capacity=capacity,
     )
-    return get_workspace(link.group, shape, x_TD.device)
+    return get_workspace(link.group, shape, device)

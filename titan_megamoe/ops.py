@@ -52,6 +52,7 @@ def mega_moe(
     saved: str = "activations",
     backend: str = "auto",
     capacity: float | None = None,
+    is_recomputed: bool = False,
 ) -> torch.Tensor:
     r"""Dispatch, gate/up, SwiGLU, down and combine of a mixture-of-experts layer, with expert parallelism over ``group``.
 
@@ -74,6 +75,8 @@ def mega_moe(
         capacity: of backend ``"hopper"``: rows that this rank has room for, as a multiple of ``T * K``, in memory of static
             size; more rows are an error (``CapacityExceeded``) that :func:`titan_megamoe.check_step` raises. None: exactly
             the rows that were routed here, for which the host waits once per call.
+        is_recomputed: whether activation checkpointing will run all of it again. Backend ``"hopper"`` then does without the
+            down projection and the combine the second time, if the checkpoint stops early and nothing behind is saved.
 
     Returns:
         ``[T, D]``, dtype of ``x_TD``.
@@ -90,6 +93,9 @@ def mega_moe(
     backend = select_backend(backend, x_TD.device, x_TD.dtype, x_TD.shape[1], w1_EFD.shape[1])
     tensors = (x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD)
     group_name = group.group_name if group else ""
+    if backend == "hopper" and is_recomputed:
+        carrier_TD, plan, _, rows_R0, h = hopper_dispatch(*tensors, group_name, saved, capacity or 0.0)
+        return hopper_combine(carrier_TD, topk_ids_TK, w2_EDF, plan, rows_R0, h, group_name, capacity or 0.0)
     if backend == "hopper":
         out_TD, *_ = hopper_forward(*tensors, group_name, saved, capacity or 0.0)
     else:
@@ -239,6 +245,9 @@ def _setup_context(ctx, inputs, output):
     _, *plan_and_saved = output
     ctx.save_for_backward(x_TD, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, *plan_and_saved)
     ctx.mark_non_differentiable(*plan_and_saved)
+    ctx.set_materialize_grads(
+        False
+    )  # or zeros as large as what was saved would be made, to say that it has no gradient
 
 
 def _backward(ctx, grads):
@@ -250,6 +259,11 @@ def _backward(ctx, grads):
 
 
 reference_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+# The forward on kernels is one operator or, where it is recomputed, two: then the recomputation can stop after the first,
+# which makes all that backward needs. The backward of either is the whole layer's. With two, autograd leads it there through
+# `carrier_TD`, which holds nothing: the second operator returns the gradient of its output as the carrier's.
 
 
 @torch.library.custom_op("titan_megamoe::hopper_forward", mutates_args=())
@@ -264,26 +278,94 @@ def hopper_forward(
     saved: str,
     capacity: float,
 ) -> list[torch.Tensor]:
-    """``hopper.Forward``'s tensors; see :func:`mega_moe`. ``group_name`` "" means no group, ``capacity`` 0 exact sizing."""
-    workspace = hopper.workspace_for(x_TD, topk_ids_TK, w1_EFD, link=Link(group_name), capacity=capacity or None)
-    weights = (w.contiguous() for w in (w1_EFD, w2_EDF, w3_EFD))
-    keep = saved == "activations"
-    return list(
-        _tensors(
-            hopper.forward(x_TD, topk_ids_TK, topk_scores_TK, *weights, workspace=workspace, keep_activations=keep)
-        )
+    """``[out_TD, *hopper.Dispatched's tensors without h]``; see :func:`mega_moe`. ``group_name`` "" means no group,
+    ``capacity`` 0 exact sizing."""
+    dispatched = _dispatch(x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, group_name, saved, capacity)
+    plan, kept, rows_R0, h = _tensors(dispatched)
+    out_TD = _combine(plan, rows_R0, h, topk_ids_TK, w2_EDF, group_name, capacity)
+    return [out_TD, plan, kept, rows_R0]
+
+
+@torch.library.custom_op("titan_megamoe::hopper_dispatch", mutates_args=())
+def hopper_dispatch(
+    x_TD: torch.Tensor,
+    topk_ids_TK: torch.Tensor,
+    topk_scores_TK: torch.Tensor,
+    w1_EFD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    w3_EFD: torch.Tensor,
+    group_name: str,
+    saved: str,
+    capacity: float,
+) -> list[torch.Tensor]:
+    """``[carrier_TD, *hopper.Dispatched's tensors]``."""
+    dispatched = _dispatch(x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, group_name, saved, capacity)
+    return [_carrier(x_TD), *_tensors(dispatched)]
+
+
+def _dispatch(x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, group_name, saved, capacity):
+    return hopper.dispatch(
+        x_TD.contiguous(),
+        topk_ids_TK,
+        topk_scores_TK,
+        w1_EFD.contiguous(),
+        w3_EFD.contiguous(),
+        workspace=_workspace(topk_ids_TK, w2_EDF, group_name, capacity),
+        keep_activations=saved == "activations",
     )
+
+
+def _combine(plan, rows_R0, h, topk_ids_TK, w2_EDF, group_name, capacity) -> torch.Tensor:  # noqa: N803
+    workspace = _workspace(topk_ids_TK, w2_EDF, group_name, capacity)
+    return hopper.combine(plan, rows_R0, h, topk_ids_TK, w2_EDF.contiguous(), workspace=workspace)
+
+
+def _workspace(topk_ids_TK: torch.Tensor, w2_EDF: torch.Tensor, group_name: str, capacity: float):
+    return hopper.workspace_for(topk_ids_TK, w2_EDF, link=Link(group_name), capacity=capacity or None)
+
+
+def _carrier(x_TD: torch.Tensor) -> torch.Tensor:
+    return x_TD.new_empty(1, 1).expand(x_TD.shape)
+
+
+def _fake_memory(x_TD: torch.Tensor) -> torch.Tensor:
+    return x_TD.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.uint8)
+
+
+def _fake_saved(x_TD: torch.Tensor, saved: str) -> list[torch.Tensor]:
+    """``hopper.Dispatched``'s tensors without h."""
+    kept = _fake_memory(x_TD) if saved == "activations" else x_TD.new_empty(0, dtype=torch.uint8)
+    return [_fake_memory(x_TD), kept, x_TD.new_empty(torch.library.get_ctx().new_dynamic_size(), 0)]
 
 
 @hopper_forward.register_fake
 def _(x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, group_name, saved, capacity):
-    new_size = torch.library.get_ctx().new_dynamic_size
+    return [x_TD.new_empty(x_TD.shape), *_fake_saved(x_TD, saved)]
 
-    def memory(num_bytes: int) -> torch.Tensor:
-        return x_TD.new_empty(num_bytes, dtype=torch.uint8)
 
-    kept = memory(new_size() if saved == "activations" else 0)
-    return [x_TD.new_empty(x_TD.shape), memory(new_size()), kept, x_TD.new_empty(new_size(), 0)]
+@hopper_dispatch.register_fake
+def _(x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, group_name, saved, capacity):
+    return [_carrier(x_TD), *_fake_saved(x_TD, saved), _fake_memory(x_TD)]
+
+
+@torch.library.custom_op("titan_megamoe::hopper_combine", mutates_args=())
+def hopper_combine(
+    carrier_TD: torch.Tensor,
+    topk_ids_TK: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    plan: torch.Tensor,
+    rows_R0: torch.Tensor,  # noqa: N803
+    h: torch.Tensor,
+    group_name: str,
+    capacity: float,
+) -> torch.Tensor:
+    """``out_TD`` of what :func:`hopper_dispatch` returned."""
+    return _combine(plan, rows_R0, h, topk_ids_TK, w2_EDF, group_name, capacity)
+
+
+@hopper_combine.register_fake
+def _(carrier_TD, topk_ids_TK, w2_EDF, plan, rows_R0, h, group_name, capacity):
+    return w2_EDF.new_empty(carrier_TD.shape)
 
 
 @torch.library.custom_op("titan_megamoe::hopper_backward", mutates_args=())
@@ -295,54 +377,67 @@ def hopper_backward(
     w1_EFD: torch.Tensor,
     w2_EDF: torch.Tensor,
     w3_EFD: torch.Tensor,
-    plan_kept_rows: list[torch.Tensor],
+    plan: torch.Tensor,
+    kept: torch.Tensor,
+    rows_R0: torch.Tensor,  # noqa: N803
     group_name: str,
     saved: str,
     capacity: float,
 ) -> list[torch.Tensor]:
-    """Gradients of ``x_TD, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD``, given all but the first output of the forward."""
-    workspace = hopper.workspace_for(x_TD, topk_ids_TK, w1_EFD, link=Link(group_name), capacity=capacity or None)
-    weights = (w.contiguous() for w in (w1_EFD, w2_EDF, w3_EFD))
+    """Gradients of ``x_TD, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD``."""
     gradients = hopper.backward(
         dout_TD,
         x_TD,
         topk_ids_TK,
         topk_scores_TK,
-        *weights,
-        saved=_from_tensors(hopper.Forward, [dout_TD, *plan_kept_rows]),
+        *(w.contiguous() for w in (w1_EFD, w2_EDF, w3_EFD)),
+        plan=plan,
+        kept=kept,
+        rows_R0=rows_R0,
         kept_activations=saved == "activations",
-        workspace=workspace,
+        workspace=_workspace(topk_ids_TK, w2_EDF, group_name, capacity),
     )
     return list(_tensors(gradients))
 
 
 @hopper_backward.register_fake
-def _(dout_TD, x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, plan_kept_rows, group_name, saved, capacity):
+def _(
+    dout_TD, x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, plan, kept, rows_R0, group_name, saved, capacity
+):
     return [torch.empty_like(t) for t in (x_TD, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD)]
 
 
 def _hopper_setup_context(ctx, inputs, output):
     *tensors, ctx.group_name, ctx.saved, ctx.capacity = inputs
-    _, *plan_kept_rows = output
-    ctx.save_for_backward(*tensors, *plan_kept_rows)
-    ctx.mark_non_differentiable(*plan_kept_rows)
+    _, plan, kept, rows_R0, *h = output
+    ctx.save_for_backward(*tensors, plan, kept, rows_R0)
+    ctx.mark_non_differentiable(plan, kept, rows_R0, *h)
+    ctx.set_materialize_grads(False)  # as above
 
 
 def _hopper_backward(ctx, grads):
-    inputs, plan_kept_rows = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
+    saved = ctx.saved_tensors  # once: under activation checkpointing this is what makes them
     dx_TD, dscores_TK, *dweights = hopper_backward(
-        grads[0].contiguous(), *inputs, list(plan_kept_rows), ctx.group_name, ctx.saved, ctx.capacity
+        grads[0].contiguous(), *saved, ctx.group_name, ctx.saved, ctx.capacity
     )
     return dx_TD, None, dscores_TK, *dweights, None, None, None
 
 
 hopper_forward.register_autograd(_hopper_backward, setup_context=_hopper_setup_context)
+hopper_dispatch.register_autograd(_hopper_backward, setup_context=_hopper_setup_context)
+
+
+def _combine_backward(ctx, dout_TD):
+    return dout_TD, *[None] * 7
+
+
+hopper_combine.register_autograd(_combine_backward)
 
 FORWARD_OPS = (torch.ops.titan_megamoe.reference_forward.default, torch.ops.titan_megamoe.hopper_forward.default)
 """What selective activation checkpointing should save instead of running again."""
 
 
-def _tensors(record: RoutingPlan | Saved | reference.Gradients | hopper.Forward) -> tuple[torch.Tensor, ...]:
+def _tensors(record: RoutingPlan | Saved | reference.Gradients | hopper.Dispatched) -> tuple[torch.Tensor, ...]:
     return tuple(getattr(record, field.name) for field in fields(record))
 
 

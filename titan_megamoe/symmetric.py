@@ -25,13 +25,14 @@ from .kernels.plan_tables import (
     Counters,
     Entry,
     fault_error,
-    ForwardRows,
+    HiddenRows,
     KeptRows,
     KernelPlan,
     LayerShape,
     Layout,
     layout_of,
     PlanScratch,
+    ResultRows,
     RowShape,
 )
 
@@ -485,7 +486,8 @@ def plan_memory(shape: LayerShape, *, saved: str = "activations") -> MemoryPlan:
                 *layout_of(PlanScratch, shape).entries,
                 *layout_of(Counters, shape).entries,
                 *(() if is_kept else kept[:1]),
-                *Layout(ForwardRows, rows).entries,
+                *Layout(HiddenRows, rows).entries,
+                *Layout(ResultRows, rows).entries,
                 is_passing=True,
             ),
             section(

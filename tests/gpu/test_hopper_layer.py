@@ -7,6 +7,12 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+triton = pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
+
+import triton.language as tl
+from triton.language.extra.cuda import globaltimer
 
 from tests.gpu.ranks import run_ranks_on_one_gpu
 from tests.oracle import dense_moe, gradients, relative_error
@@ -137,6 +143,75 @@ def test_compiled_block_has_no_graph_break():
         assert relative_error(a, b) < BF16_BOUND
 
 
+@pytest.mark.parametrize("saved", ["activations", "inputs"])
+def test_checkpointed_layer_is_bitwise_the_same(saved):
+    inputs = random_layer(700, 320, 192, 7, 3)
+    dout_TD = torch.randn(700, 320, device="cuda").bfloat16()
+
+    def layer(*inputs):
+        return mega_moe(*inputs, backend="hopper", saved=saved, is_recomputed=True)
+
+    expected = gradients(lambda *a: mega_moe(*a, backend="hopper"), inputs, dout_TD)
+    actual = gradients(lambda *a: checkpoint(layer, *a, use_reentrant=False), inputs, dout_TD)
+    for name, a, b in zip(NAMES, actual, expected):
+        assert torch.equal(a, b), name
+
+
+def test_forward_and_backward_are_captured_in_a_graph():
+    inputs = random_layer(500, 320, 192, 7, 3)
+    leaves = [t.clone().requires_grad_(t.is_floating_point()) for t in inputs]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    dout_TD = torch.randn(500, 320, device="cuda").bfloat16()
+
+    def run():
+        out_TD = mega_moe(*leaves, backend="hopper", capacity=1.0)
+        return out_TD, *torch.autograd.grad(out_TD, wanted, dout_TD)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for seed in range(3):  # other tokens and routings than were captured
+        for leaf, fresh in zip(leaves, random_layer(500, 320, 192, 7, 3, seed=seed)):
+            leaf.data.copy_(fresh)
+        graph.replay()
+        for name, a, b in zip(NAMES, captured, run()):
+            assert torch.equal(a, b), (seed, name)
+    check_step()
+
+
+@triton.jit
+def hold_sms(nanoseconds: tl.int64):
+    begin = globaltimer()
+    now = begin
+    while now - begin < nanoseconds:
+        now = globaltimer()
+
+
+def hold_most_sms(stream: torch.cuda.Stream, seconds: float, free: int = 4) -> None:
+    """Fill all SMs but a few with CTAs that do nothing for a while, as a collective of another stream may."""
+    sms = torch.cuda.get_device_properties("cuda").multi_processor_count - free
+    with torch.cuda.stream(stream):
+        hold_sms[(2 * sms,)](int(seconds * 1e9), num_warps=32)  # two CTAs of 1024 threads leave no room on an SM
+
+
+def test_it_makes_progress_on_the_sms_that_another_stream_leaves():
+    inputs = random_layer(2000, 320, 192, 7, 3)
+    dout_TD = torch.randn(2000, 320, device="cuda").bfloat16()
+    expected = gradients(lambda *a: mega_moe(*a, backend="hopper"), inputs, dout_TD)
+    side = torch.cuda.Stream()
+    for _ in range(3):
+        hold_most_sms(side, 0.05)
+        actual = gradients(lambda *a: mega_moe(*a, backend="hopper"), inputs, dout_TD)
+        for name, a, b in zip(NAMES, actual, expected):
+            assert torch.equal(a, b), name
+    check_step()
+
+
 # ---- ranks in processes of their own, on one GPU
 
 
@@ -188,3 +263,64 @@ def cases_for(world_size: int, random_routings: int) -> list[tuple]:
 def test_ranks_on_one_gpu_match_fp64(world_size):
     cases = cases_for(world_size, random_routings=int(os.environ.get("RANDOM_ROUTINGS", 40)))
     run_ranks_on_one_gpu(layer_on_ranks, world_size, cases)
+
+
+class Late(torch.autograd.Function):
+    """The identity, behind a pause of the GPU in forward, in backward, or not at all."""
+
+    @staticmethod
+    def forward(ctx, x_TD, cycles: int, cycles_of_backward: int):
+        ctx.cycles_of_backward = cycles_of_backward
+        torch.cuda._sleep(cycles)
+        return x_TD.clone()
+
+    @staticmethod
+    def backward(ctx, dx_TD):
+        torch.cuda._sleep(ctx.cycles_of_backward)
+        return dx_TD.clone(), None, None
+
+
+def late_ranks(rank: int, world_size: int, disturb: str) -> None:
+    """Three layers in a row, each of which overwrites what the one before published. Every rank is late in turn."""
+    layers = []
+    for seed in range(3):
+        x, ids, scores, w1, w2, w3 = random_layer(300 * world_size, 128, 64, 4 * world_size, 3, seed=seed)
+        mine, held = slice(300 * rank, 300 * (rank + 1)), slice(4 * rank, 4 * (rank + 1))
+        layers.append((ids[mine], scores[mine], w1[held], w2[held], w3[held]))
+    x_TD = x[mine].clone()
+    dout_TD = torch.randn(300, 128, generator=torch.Generator("cuda").manual_seed(rank), device="cuda").bfloat16()
+    side = torch.cuda.Stream()
+
+    def run(saved: str, checkpointed: bool, late: tuple[int, str] | None) -> list[torch.Tensor]:
+        leaf = x_TD.clone().requires_grad_()
+        weights = [[t.clone().requires_grad_(t.is_floating_point()) for t in layer] for layer in layers]
+        h_TD = leaf
+        for layer in weights:
+            cycles = {"forward": 0, "backward": 0}
+            if late is not None and late[0] == rank:
+                cycles[late[1]] = 20_000_000  # about 10 ms
+            h_TD = Late.apply(h_TD, *cycles.values())
+
+            def block(h_TD, *layer):
+                return h_TD + mega_moe(
+                    h_TD, *layer, group=dist.group.WORLD, backend="hopper", saved=saved, is_recomputed=checkpointed
+                )
+
+            h_TD = checkpoint(block, h_TD, *layer, use_reentrant=False) if checkpointed else block(h_TD, *layer)
+            if disturb == "sms":
+                hold_most_sms(side, 0.005, free=2 * world_size)
+        wanted = [leaf, *(t for layer in weights for t in layer if t.requires_grad)]
+        return [h_TD.detach(), *torch.autograd.grad(h_TD, wanted, dout_TD)]
+
+    expected = run("activations", False, None)
+    for saved in ("activations", "inputs"):
+        for checkpointed in (False, True):
+            for late in [(late_rank, where) for late_rank in range(world_size) for where in ("forward", "backward")]:
+                for a, b in zip(run(saved, checkpointed, late), expected, strict=True):
+                    assert torch.equal(a, b), (rank, saved, checkpointed, late)
+
+
+@pytest.mark.parametrize("disturb", ["nothing", "sms"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_what_is_published_is_not_overwritten_while_a_late_rank_reads_it(world_size, disturb):
+    run_ranks_on_one_gpu(late_ranks, world_size, world_size, disturb)

@@ -18,13 +18,14 @@ from titan_megamoe.kernels.plan import build_kernel_plan, read_sizes
 from titan_megamoe.kernels.plan_tables import (
     BackwardRows,
     BLOCK_M,
-    ForwardRows,
+    HiddenRows,
     KeptRows,
     KernelFault,
     LayerShape,
     Layout,
     PHASE_ALL_SENT,
     PHASE_PUBLISHED,
+    ResultRows,
     RowShape,
 )
 from titan_megamoe.kernels.pull_gemm import pull_gemm
@@ -75,7 +76,9 @@ class Layer:
             row_shape = RowShape(layer=self.shape, num_rows=num_rows)
             self.plans.append(plan)
             self.counters.append(counters)
-            groups = (Layout(group, row_shape).allocate("cuda") for group in (KeptRows, ForwardRows, BackwardRows))
+            groups = (
+                Layout(group, row_shape).allocate("cuda") for group in (KeptRows, HiddenRows, ResultRows, BackwardRows)
+            )
             self.rows.append(
                 SimpleNamespace(**{name: tensor for group in groups for name, tensor in vars(group).items()})
             )
@@ -134,7 +137,7 @@ class Layer:
     def forward(self, *, saves=False, num_sms=None, pull=None, push=None):
         """``[N, D]``: what all ranks return, from poisoned buffers. ``pull`` and ``push``: tunings."""
         outs = [torch.full((t, self.shape.dim), NAN, device="cuda", dtype=torch.bfloat16) for t in self.tokens_per_rank]
-        self.reset(KeptRows, ForwardRows)
+        self.reset(KeptRows, HiddenRows, ResultRows)
         for rank, out_TD in enumerate(outs):
             self.pull_gemm(rank, saves=saves, num_sms=num_sms, tuning=pull)
             self.gemm_push(rank, out_TD, num_sms=num_sms, tuning=push)

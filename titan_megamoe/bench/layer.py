@@ -1,8 +1,10 @@
 """Time one layer's routed experts: ``python -m titan_megamoe.bench.layer --shape qwen3-30b --tokens 16384``.
 
 Every implementation gets the same weights, tokens, scores and random routing, and is timed with CUDA events, the median of
-``--repeats`` after ``--warmup``. *Full layer* is two forwards and a backward, as under full activation checkpointing. The
-ceiling is a dense matrix product through cuBLAS of the size of the gate and up projections, measured in the same run.
+``--repeats`` after ``--warmup``. *Full layer* is what full activation checkpointing runs: a forward, the forward again as far
+as backward needs it, and the backward. For TorchTitan's modules that is all of the forward; mega_moe on kernels does without
+the second down projection and combine. The ceiling is a dense matrix product through cuBLAS of the size of the gate and up
+projections, measured in the same run.
 
 With several ranks (``torchrun --nproc_per_node=8 -m titan_megamoe.bench.layer ...``) experts are spread over all ranks,
 ``--tokens`` is each rank's, and a time is that of the slowest rank.
@@ -11,12 +13,14 @@ With several ranks (``torchrun --nproc_per_node=8 -m titan_megamoe.bench.layer .
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from ..integration import compat
@@ -25,6 +29,7 @@ compat.install()  # before anything imports TorchTitan
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from .. import hopper, mega_moe  # noqa: E402
 from .environment import describe_environment  # noqa: E402
@@ -91,10 +96,21 @@ def make_inputs(shape: Shape, tokens: int, ep_size: int, seed: int) -> Inputs:
     )
 
 
-# ---- implementations: each a function of the inputs that returns out_TD
+# ---- implementations
 
 
-def torchtitan_layer(shape: Shape, inputs: Inputs, group) -> Callable[[Inputs], torch.Tensor]:
+Layer = Callable[[Inputs], torch.Tensor]
+"""A function of the inputs that returns out_TD."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Implementation:
+    layer: Layer
+    recomputed: Layer | None = None
+    """The layer under full activation checkpointing, where the recomputation stops early; None: ``layer``, all of it."""
+
+
+def torchtitan_layer(shape: Shape, inputs: Inputs, group) -> Layer:
     """TorchTitan's own ``RoutedExperts`` with its all-to-all dispatcher, on the inputs' weights."""
     from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
     from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
@@ -122,15 +138,50 @@ def torchtitan_layer(shape: Shape, inputs: Inputs, group) -> Callable[[Inputs], 
     return layer
 
 
-def implementations(shape: Shape, inputs: Inputs, group) -> dict[str, Callable[[Inputs], torch.Tensor]]:
+def sonicmoe_layer(shape: Shape) -> Layer:
+    """SonicMoE 0.1.2, with weights of its own and its own router, whose time is included."""
+    from sonicmoe import KernelBackendMoE, MoE
+    from sonicmoe.enums import ActivationType
+
+    module = MoE(
+        num_experts=shape.num_experts,
+        num_experts_per_tok=shape.top_k,
+        hidden_size=shape.dim,
+        intermediate_size=shape.hidden_dim,
+        activation_function=ActivationType.SWIGLU,
+        add_bias=False,
+        std=0.02,
+    ).to("cuda", torch.bfloat16)
+
+    def layer(inputs: Inputs) -> torch.Tensor:
+        module.zero_grad(set_to_none=True)
+        return module(inputs.x_TD, kernel_backend_moe=KernelBackendMoE.sonicmoe)[0]
+
+    return layer
+
+
+def implementations(shape: Shape, inputs: Inputs, group) -> dict[str, Implementation]:
+    """Those that this machine and its software have."""
+
+    def ours(**options) -> Layer:
+        return lambda i: mega_moe(*i.arguments, group=group, **options)
+
     eager = torchtitan_layer(shape, inputs, group)
-    layers = {"torchtitan eager": eager, "torchtitan compiled": torch.compile(eager)}
-    layers["mega_moe reference"] = lambda i: mega_moe(*i.arguments, group=group, backend="reference")
+    layers = {
+        "torchtitan eager": Implementation(layer=eager),
+        "torchtitan compiled": Implementation(layer=torch.compile(eager)),
+    }
+    if importlib.util.find_spec("sonicmoe") and group is None:
+        layers["sonicmoe, router included"] = Implementation(layer=sonicmoe_layer(shape))
+    layers["mega_moe reference"] = Implementation(layer=ours(backend="reference"))
     if hopper.missing_on_this_machine() is None:
-        layers["mega_moe hopper"] = lambda i: mega_moe(*i.arguments, group=group, backend="hopper")
-        layers["mega_moe hopper, capacity 1.25"] = lambda i: mega_moe(
-            *i.arguments, group=group, backend="hopper", capacity=1.25
-        )
+        for name, options in {
+            HOPPER: {},
+            f"{HOPPER}, saved = inputs": {"saved": "inputs"},
+            f"{HOPPER}, capacity 1.25": {"capacity": 1.25},
+        }.items():
+            options["backend"] = "hopper"
+            layers[name] = Implementation(layer=ours(**options), recomputed=ours(**options, is_recomputed=True))
     return layers
 
 
@@ -156,18 +207,21 @@ def time_ms(function: Callable[[], object], warmup: int, repeats: int) -> dict[s
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def measure(layer: Callable[[Inputs], torch.Tensor], inputs: Inputs, warmup: int, repeats: int) -> dict:
+def measure(implementation: Implementation, inputs: Inputs, warmup: int, repeats: int) -> dict:
     @torch.no_grad()
     def forward() -> None:
-        layer(inputs)
+        implementation.layer(inputs)
 
     def forward_and_backward() -> None:
-        layer(inputs).backward(inputs.dout_TD)
+        implementation.layer(inputs).backward(inputs.dout_TD)
         inputs.clear_gradients()
 
     def full_layer() -> None:
-        forward()
-        forward_and_backward()
+        stops_early = implementation.recomputed is not None
+        layer = partial(implementation.recomputed or implementation.layer, inputs)
+        checkpointed = checkpoint(layer, use_reentrant=False, preserve_rng_state=False, early_stop=stops_early)
+        checkpointed.backward(inputs.dout_TD)
+        inputs.clear_gradients()
 
     return {
         "forward": time_ms(forward, warmup, repeats),
@@ -185,25 +239,49 @@ def measure_ceiling(shape: Shape, rows: int, warmup: int, repeats: int) -> float
     return 4.0 * rows * shape.dim * shape.hidden_dim / milliseconds / 1e9
 
 
-STAGES = {
+HOPPER = "mega_moe hopper"
+
+FORWARD_STAGES = {
     "plan": ("publish_kernel", "count_kernel", "scan_kernel", "place_kernel"),
     "pull_gemm": ("pull_gemm_kernel",),
     "gemm_push": ("gemm_push_kernel",),
     "handshakes and reduction": ("handshake_kernel", "reduce_kernel"),
 }
+BACKWARD_STAGES = {
+    "pull_gemm_backward": ("pull_gemm_backward_kernel",),
+    "gemm_push_backward": ("gemm_push_kernel",),
+    "weight_gradients": ("weight_gradients_kernel",),
+    "handshakes and reductions of backward": ("handshake_kernel", "reduce_kernel", "collect_scores_kernel"),
+}
 
 
-@torch.no_grad()
 def measure_stages(inputs: Inputs, group, repeats: int) -> dict[str, float]:
-    """Milliseconds on the GPU of the hopper forward's stages: the sum of their kernels' times in a profile."""
+    """Milliseconds on the GPU of the stages on kernels: the sum of their kernels' times in a profile."""
+
+    def forward_and_backward() -> None:
+        mega_moe(*inputs.arguments, group=group, backend="hopper").backward(inputs.dout_TD)
+        inputs.clear_gradients()
+
+    with torch.no_grad():
+        forward = profile_kernels(lambda: mega_moe(*inputs.arguments, group=group, backend="hopper"), repeats)
+    both = profile_kernels(forward_and_backward, repeats)
+    backward = {kernel: milliseconds - forward.get(kernel, 0.0) for kernel, milliseconds in both.items()}
+    return {
+        stage: sum(times.get(kernel, 0.0) for kernel in kernels)
+        for times, stages in ((forward, FORWARD_STAGES), (backward, BACKWARD_STAGES))
+        for stage, kernels in stages.items()
+    }
+
+
+def profile_kernels(function: Callable[[], object], repeats: int) -> dict[str, float]:
+    """Milliseconds of each kernel in one call of ``function``."""
     from torch.profiler import profile, ProfilerActivity
 
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(repeats):
-            mega_moe(*inputs.arguments, group=group, backend="hopper")
+            function()
         torch.cuda.synchronize()
-    by_kernel = {event.key: event.self_device_time_total / repeats / 1e3 for event in profiler.key_averages()}
-    return {stage: sum(by_kernel.get(kernel, 0.0) for kernel in kernels) for stage, kernels in STAGES.items()}
+    return {event.key: event.self_device_time_total / repeats / 1e3 for event in profiler.key_averages()}
 
 
 # ---- report
@@ -288,14 +366,14 @@ def main() -> None:
         "ceiling_tflops": measure_ceiling(shape, rows, arguments.warmup, arguments.repeats),
         "results": {},
     }
-    for name, layer in implementations(shape, inputs, group).items():
+    for name, implementation in implementations(shape, inputs, group).items():
         if arguments.only and name not in arguments.only:
             continue
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         try:
-            report["results"][name] = measure(layer, inputs, arguments.warmup, arguments.repeats)
-            if name == "mega_moe hopper":
+            report["results"][name] = measure(implementation, inputs, arguments.warmup, arguments.repeats)
+            if name == HOPPER:
                 report["results"][name]["stages"] = measure_stages(inputs, group, arguments.repeats)
         except Exception as error:  # a row that says why, not a crash
             report["results"][name] = {"error": f"{type(error).__name__}: {error}"}

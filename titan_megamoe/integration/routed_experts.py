@@ -41,6 +41,7 @@ class MegaMoERoutedExperts(RoutedExperts):
         self.capacity = config.capacity
         self.asked_backend = config.backend
         self.backend = self._resolve_backend(config.inner_experts.hidden_dim)
+        self.is_recomputed = False  # full activation checkpointing says otherwise
         self.ep_group: torch.distributed.ProcessGroup | None = None
         # The operator's saved outputs have as many rows as were routed here, which a compiled block must accept.
         torch._dynamo.config.capture_dynamic_output_shape_ops = True
@@ -72,6 +73,7 @@ class MegaMoERoutedExperts(RoutedExperts):
             saved=self.saved,
             backend=self.backend,
             capacity=self.capacity,
+            is_recomputed=self.is_recomputed,
         )
         return out_TD.type_as(x_BLD).view(B, L, D)
 

@@ -69,8 +69,12 @@ def sm_count(device: torch.device) -> int:
 
 def tile_descriptor(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """How the copy engine reads or writes ``[rows, columns]`` tiles of a bf16 matrix."""
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
-    return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
+    return TensorDescriptor.from_tensor(matrix, [rows, columns], _tile_layout(rows, columns))
+
+
+@functools.cache  # built for every operand of every launch otherwise, which is a good part of a launch's time
+def _tile_layout(rows: int, columns: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
 
 
 def check_tensor(kernel: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -168,7 +168,7 @@ class Entry:
     meaning: str
     offset: int
 
-    @property
+    @functools.cached_property
     def strides(self) -> tuple[int, ...]:
         return tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
 
@@ -221,8 +221,8 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=1024)
-def layout_of(group: type, shape: LayerShape) -> Layout:
-    """The layout of a group whose sizes do not change from call to call."""
+def layout_of(group: type, shape: LayerShape | RowShape) -> Layout:
+    """The layout of a group, made once for each shape."""
     return Layout(group, shape)
 
 
@@ -353,8 +353,14 @@ class KeptRows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForwardRows:
+class HiddenRows:
+    """What the first half of a forward leaves to the second."""
+
     h_RF: torch.Tensor = _rows(None, "hidden_dim", "silu(gate) * up")  # noqa: N815
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultRows:
     y_RD: torch.Tensor = _rows(None, "dim", "result of the down GEMM")  # noqa: N815
 
 
