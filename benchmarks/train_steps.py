@@ -39,7 +39,8 @@ def command(run: str, arguments: argparse.Namespace) -> list[str]:
     if run == "stock":
         return [*torchrun, str(REPOSITORY / "benchmarks" / "stock_torchtitan.py"), arguments.config, *common]
     routing = ["--model.moe.force_load_balance", arguments.routing]
-    strategy = ["--model.moe.dispatch.type", run]
+    strategy, _, precision = run.partition(":")
+    strategy = ["--model.moe.dispatch.type", strategy, "--model.moe.dispatch.precision", precision or "bf16"]
     return [*torchrun, "-m", "titan_megamoe.train", "--config", arguments.config, *strategy, *routing, *common]
 
 
@@ -72,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="TOML file")
     parser.add_argument("--out", required=True, type=Path, help="JSON file to write")
-    parser.add_argument("--run", action="append", required=True, help="'stock' or a strategy; repeat for several")
+    parser.add_argument("--run", action="append", required=True, help="'stock', a strategy, or a strategy:precision; repeat for several")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--nproc", type=int, default=1)
     parser.add_argument("--routing", default="uniform", choices=["none", "even", "uniform"])

@@ -31,7 +31,9 @@ PRECISIONS = {
     "fp8_bwd": "BF16 forward, blockwise FP8 backward (Hopper)",
     "mxfp8": "MXFP8 forward and backward (Blackwell)",
 }
-IMPLEMENTED_PRECISIONS = ("bf16",)
+EMULATED_PRECISIONS = ("fp8", "fp8_bwd")
+"""Those that the reference backend emulates, and no kernels compute yet."""
+WGRADS = ("fp8", "bf16")
 MAX_TOP_K = 32
 
 _PLAN_FIELDS = len(fields(RoutingPlan))
@@ -49,6 +51,7 @@ def mega_moe(
     *,
     group: dist.ProcessGroup | None = None,
     precision: str = "bf16",
+    wgrad: str = "fp8",
     saved: str = "activations",
     backend: str = "auto",
     capacity: float | None = None,
@@ -68,7 +71,8 @@ def mega_moe(
         w2_EDF: ``[E, D, F]`` down projections.
         w3_EFD: ``[E, F, D]`` up projections. Weights have the dtype of ``x_TD``.
         group: the expert-parallel group; None if this rank holds all experts.
-        precision: ``"bf16"`` computes in the inputs' dtype without quantisation; see :data:`PRECISIONS`.
+        precision: ``"bf16"`` computes in the inputs' dtype without quantisation; see :data:`PRECISIONS` and docs/precision.md.
+        wgrad: with precision ``"fp8"`` or ``"fp8_bwd"``, what weight gradients are computed in: ``"fp8"`` or ``"bf16"``.
         saved: ``"activations"`` keeps the pulled rows and gate/up for backward; ``"inputs"`` pulls and computes them again.
         backend: ``"reference"`` (plain PyTorch, any device), ``"hopper"`` (fused kernels in bf16 on H100 and H200), or
             ``"auto"``, which picks the best one for these inputs and logs it once.
@@ -86,7 +90,11 @@ def mega_moe(
         ValueError: a shape, device, id, score or option is not as above.
     """
     _check_arguments(x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD)
-    check_precision(precision)
+    check_precision(precision, wgrad, backend)
+    if precision != "bf16" and x_TD.dtype == torch.float64:
+        raise TypeError(
+            f"mega_moe: precision = {precision!r} takes bfloat16 or float32, but x_TD is float64. Convert it."
+        )
     _check_choice("saved", saved, SAVED)
     if capacity is not None and capacity <= 0:
         raise ValueError(f"mega_moe: capacity = {capacity}. Pass a positive multiple of T * K, such as 1.5, or None.")
@@ -99,7 +107,7 @@ def mega_moe(
     if backend == "hopper":
         out_TD, *_ = hopper_forward(*tensors, group_name, saved, capacity or 0.0)
     else:
-        out_TD, *_ = reference_forward(*tensors, group_name, saved)
+        out_TD, *_ = reference_forward(*tensors, group_name, saved, precision, wgrad)
     return out_TD
 
 
@@ -142,13 +150,19 @@ def check_step() -> None:
     check_workspaces()
 
 
-def check_precision(precision: str) -> None:
+def check_precision(precision: str, wgrad: str, backend: str) -> None:
+    """Raise ValueError for an unknown precision, or one that ``backend`` does not compute."""
     _check_choice("precision", precision, tuple(PRECISIONS))
-    if precision not in IMPLEMENTED_PRECISIONS:
-        raise ValueError(
-            f"mega_moe: precision = {precision!r} ({PRECISIONS[precision]}) has no kernels in this version of "
-            f"titan_megamoe. Use one of: {', '.join(IMPLEMENTED_PRECISIONS)}."
-        )
+    _check_choice("wgrad", wgrad, WGRADS)
+    if precision == "bf16" or (precision in EMULATED_PRECISIONS and backend == "reference"):
+        return
+    what_works = "'bf16'"
+    if precision in EMULATED_PRECISIONS:
+        what_works += ", or backend = 'reference', which emulates it slowly"
+    raise ValueError(
+        f"mega_moe: precision = {precision!r} ({PRECISIONS[precision]}) has no kernels in this version of titan_megamoe. Use "
+        f"{what_works}."
+    )
 
 
 # ---- the operators
@@ -164,6 +178,8 @@ def reference_forward(
     w3_EFD: torch.Tensor,
     group_name: str,
     saved: str,
+    precision: str,
+    wgrad: str,
 ) -> list[torch.Tensor]:
     """``[out_TD, *RoutingPlan's tensors, *Saved's tensors]``; see :func:`mega_moe`. ``group_name`` "" means no group."""
     stages = reference.forward(
@@ -175,12 +191,13 @@ def reference_forward(
         w3_EFD,
         link=Link(group_name),
         keep_activations=saved == "activations",
+        precision=precision,
     )
     return [stages.out_TD, *_tensors(stages.plan), *_tensors(stages.saved)]
 
 
 @reference_forward.register_fake
-def _(x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, group_name, saved):
+def _(x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, group_name, saved, precision, wgrad):
     new_size = torch.library.get_ctx().new_dynamic_size
     num_rows, num_unique, num_sent = new_size(), new_size(), new_size()
     num_kept = num_rows if saved == "activations" else 0
@@ -200,7 +217,7 @@ def _(x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, group_name, sav
     )
     kept = Saved(
         row_scores_R=topk_scores_TK.new_empty(num_rows),
-        x_rows_RD=x_TD.new_empty(num_kept, x_TD.shape[1]),
+        x_rows_RD=x_TD.new_empty(num_kept, x_TD.shape[1], dtype=torch.float32 if precision == "fp8" else x_TD.dtype),
         gate_RF=x_TD.new_empty(num_kept, hidden_dim),
         up_RF=x_TD.new_empty(num_kept, hidden_dim),
     )
@@ -218,6 +235,8 @@ def reference_backward(
     plan_and_saved: list[torch.Tensor],
     group_name: str,
     saved: str,
+    precision: str,
+    wgrad: str,
 ) -> list[torch.Tensor]:
     """Gradients of ``x_TD, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD``, given all but the first output of the forward."""
     gradients = reference.backward(
@@ -231,17 +250,19 @@ def reference_backward(
         saved=_from_tensors(Saved, plan_and_saved[_PLAN_FIELDS:]),
         link=Link(group_name),
         kept_activations=saved == "activations",
+        precision=precision,
+        wgrad=wgrad,
     )
     return list(_tensors(gradients))
 
 
 @reference_backward.register_fake
-def _(dout_TD, x_TD, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, plan_and_saved, group_name, saved):
+def _(dout_TD, x_TD, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, plan_and_saved, group_name, saved, precision, wgrad):
     return [torch.empty_like(t) for t in (x_TD, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD)]
 
 
 def _setup_context(ctx, inputs, output):
-    x_TD, _, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, ctx.group_name, ctx.saved = inputs
+    x_TD, _, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, *ctx.options = inputs
     _, *plan_and_saved = output
     ctx.save_for_backward(x_TD, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, *plan_and_saved)
     ctx.mark_non_differentiable(*plan_and_saved)
@@ -251,11 +272,13 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, grads):
+    if grads[0] is None:  # nobody asked for the output's gradient
+        return (None,) * 10
     x_TD, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, *plan_and_saved = ctx.saved_tensors
     dx_TD, dscores_TK, dw1_EFD, dw2_EDF, dw3_EFD = reference_backward(
-        grads[0].contiguous(), x_TD, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, plan_and_saved, ctx.group_name, ctx.saved
+        grads[0].contiguous(), x_TD, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, plan_and_saved, *ctx.options
     )
-    return dx_TD, None, dscores_TK, dw1_EFD, dw2_EDF, dw3_EFD, None, None
+    return dx_TD, None, dscores_TK, dw1_EFD, dw2_EDF, dw3_EFD, None, None, None, None
 
 
 reference_forward.register_autograd(_backward, setup_context=_setup_context)
@@ -416,6 +439,8 @@ def _hopper_setup_context(ctx, inputs, output):
 
 
 def _hopper_backward(ctx, grads):
+    if grads[0] is None:
+        return (None,) * 9
     saved = ctx.saved_tensors  # once: under activation checkpointing this is what makes them
     dx_TD, dscores_TK, *dweights = hopper_backward(
         grads[0].contiguous(), *saved, ctx.group_name, ctx.saved, ctx.capacity
@@ -427,11 +452,15 @@ hopper_forward.register_autograd(_hopper_backward, setup_context=_hopper_setup_c
 hopper_dispatch.register_autograd(_hopper_backward, setup_context=_hopper_setup_context)
 
 
+def _combine_setup_context(ctx, inputs, output):
+    ctx.set_materialize_grads(False)
+
+
 def _combine_backward(ctx, dout_TD):
     return dout_TD, *[None] * 7
 
 
-hopper_combine.register_autograd(_combine_backward)
+hopper_combine.register_autograd(_combine_backward, setup_context=_combine_setup_context)
 
 FORWARD_OPS = (torch.ops.titan_megamoe.reference_forward.default, torch.ops.titan_megamoe.hopper_forward.default)
 """What selective activation checkpointing should save instead of running again."""

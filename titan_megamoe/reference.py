@@ -11,6 +11,9 @@ the down projection's *result* in the accumulation type, and each row that cross
 ``a = silu(gate) * up`` and ``g = W2^T dout`` the score gradient is ``<g, a>``, so the down projection's output is neither
 saved nor recomputed for backward.
 
+FP8 (``precision``) is emulated: what the kernels quantise is quantised and at once dequantised to fp32 (``quantize.py``), and
+then multiplied in fp32. Everything that crosses the link in dispatch, forward and backward, is quantised at its owner.
+
 Shape suffixes are those of ``plan.py``.
 """
 
@@ -23,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from .plan import build_plan, RoutingPlan
+from .quantize import quantize_columns, quantize_rows, quantize_weights
 
 # torch 2.13 renamed it and warns about the old name at every call.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -104,24 +108,31 @@ def forward(
     *,
     link: Link,
     keep_activations: bool = True,
+    precision: str = "bf16",
 ) -> ForwardStages:
     """The layer's forward. Arguments as in :func:`titan_megamoe.mega_moe`.
 
     Raises ValueError, on every rank of the group, if any rank's ids are out of range or its scores are not finite.
     """
     acc = accumulation_dtype(x_TD.dtype)
+    is_fp8 = precision == "fp8"
     plan, row_scores_R = route(topk_ids_TK, topk_scores_TK, num_local_experts=w1_EFD.shape[0], link=link)
-    x_rows_RD = pull(x_TD, plan, link)[plan.row_token_R]
-    gate_RF, up_RF = gate_up(x_rows_RD, w1_EFD, w3_EFD, plan)
-    h_RF = swiglu(gate_RF, up_RF).to(x_TD.dtype)
-    y_RD = grouped_mm(h_RF, w2_EDF.transpose(1, 2), plan) * row_scores_R.to(acc)[:, None]
+    x_rows_RD = _pull_rows(x_TD, plan, link, is_fp8)
+    gate_RF, up_RF = gate_up(x_rows_RD, _weight(w1_EFD, is_fp8), _weight(w3_EFD, is_fp8), plan)
+    h_RF = _factor(swiglu(gate_RF, up_RF), x_TD.dtype, is_fp8)
+    y_RD = grouped_mm(h_RF, _weight(w2_EDF, is_fp8).transpose(1, 2), plan) * row_scores_R.to(acc)[:, None]
     partial_UD = pre_reduce(y_RD, plan)
     out_TD = push(partial_UD.to(x_TD.dtype), plan, link, num_tokens=x_TD.shape[0])
 
-    def keep(rows: torch.Tensor) -> torch.Tensor:
-        return rows.to(x_TD.dtype) if keep_activations else x_TD.new_empty(0, rows.shape[1])
+    def keep(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return (rows if keep_activations else rows.new_empty(0, rows.shape[1])).to(dtype)
 
-    saved = Saved(row_scores_R=row_scores_R, x_rows_RD=keep(x_rows_RD), gate_RF=keep(gate_RF), up_RF=keep(up_RF))
+    saved = Saved(
+        row_scores_R=row_scores_R,
+        x_rows_RD=keep(x_rows_RD, x_rows_RD.dtype),
+        gate_RF=keep(gate_RF, x_TD.dtype),
+        up_RF=keep(up_RF, x_TD.dtype),
+    )
     return ForwardStages(plan=plan, saved=saved, h_RF=h_RF, partial_UD=partial_UD, out_TD=out_TD)
 
 
@@ -137,42 +148,73 @@ def backward(
     saved: Saved,
     link: Link,
     kept_activations: bool = True,
+    precision: str = "bf16",
+    wgrad: str = "fp8",
 ) -> Gradients:
     """The layer's backward, on the forward's plan. What the forward did not keep is pulled and computed again.
 
-    ``kept_activations`` is the forward's ``keep_activations``. It must not be read off the saved tensors' shapes: on a
+    ``precision`` is the forward's. ``kept_activations`` is the forward's ``keep_activations``. It must not be read off the saved tensors' shapes: on a
     rank without rows they are empty either way, and that rank has to take part in the others' second pull.
     """
     dtype, acc = x_TD.dtype, accumulation_dtype(x_TD.dtype)
     x_rows_RD, gate_RF, up_RF = saved.x_rows_RD, saved.gate_RF, saved.up_RF
+    forward_is_fp8, is_fp8 = precision == "fp8", precision in ("fp8", "fp8_bwd")
     if not kept_activations:
-        x_rows_RD = pull(x_TD, plan, link)[plan.row_token_R]
-        gate_RF, up_RF = (t.to(dtype) for t in gate_up(x_rows_RD, w1_EFD, w3_EFD, plan))
+        x_rows_RD = _pull_rows(x_TD, plan, link, forward_is_fp8)
+        weights = _weight(w1_EFD, forward_is_fp8), _weight(w3_EFD, forward_is_fp8)
+        gate_RF, up_RF = (t.to(dtype) for t in gate_up(x_rows_RD, *weights, plan))
     gate_RF, up_RF = gate_RF.to(acc), up_RF.to(acc)
 
-    dout_rows_RD = pull(dout_TD, plan, link)[plan.row_token_R]
-    g_RF = grouped_mm(dout_rows_RD, w2_EDF, plan)
+    dout_rows_RD = _pull_rows(dout_TD, plan, link, is_fp8)
+    g_RF = grouped_mm(dout_rows_RD, _weight(w2_EDF, is_fp8), plan)
     a_RF = swiglu(gate_RF, up_RF)
     scores_R1 = saved.row_scores_R.to(acc)[:, None]
     dscore_R = (g_RF * a_RF).sum(dim=1)
     da_RF = scores_R1 * g_RF
     sigmoid_RF = torch.sigmoid(gate_RF)
-    dgate_RF = (da_RF * up_RF * sigmoid_RF * (1 + gate_RF * (1 - sigmoid_RF))).to(dtype)
-    dup_RF = (da_RF * gate_RF * sigmoid_RF).to(dtype)
+    dgate_RF = da_RF * up_RF * sigmoid_RF * (1 + gate_RF * (1 - sigmoid_RF))
+    dup_RF = da_RF * gate_RF * sigmoid_RF
 
-    dx_rows_RD = grouped_mm(dgate_RF, w1_EFD, plan) + grouped_mm(dup_RF, w3_EFD, plan)
+    dx_rows_RD = grouped_mm(_factor(dgate_RF, dtype, is_fp8), _weight(w1_EFD, is_fp8), plan)
+    dx_rows_RD += grouped_mm(_factor(dup_RF, dtype, is_fp8), _weight(w3_EFD, is_fp8), plan)
     dx_TD = push(pre_reduce(dx_rows_RD, plan).to(dtype), plan, link, num_tokens=x_TD.shape[0])
     # Each route has one expert, hence one rank: the others' entries are zero and the sum over ranks is exact.
     dscore_UK = _gather_rows(dscore_R, plan.row_of_slot_UK)
     dscores_TK = push(dscore_UK, plan, link, num_tokens=x_TD.shape[0])
 
+    def outer(left_RI: torch.Tensor, right_RJ: torch.Tensor) -> torch.Tensor:
+        """Both are quantised anew, along the rows that are summed over."""
+        if is_fp8 and wgrad == "fp8":
+            left_RI, right_RJ = (quantize_columns(rows, _expert_rows(plan)) for rows in (left_RI, right_RJ))
+        else:
+            left_RI, right_RJ = left_RI.to(dtype), right_RJ.to(dtype)
+        return grouped_outer(left_RI, right_RJ, plan)
+
     return Gradients(
         x_TD=dx_TD,
         topk_scores_TK=dscores_TK.to(topk_scores_TK.dtype),
-        w1_EFD=grouped_outer(dgate_RF, x_rows_RD, plan).to(w1_EFD.dtype),
-        w2_EDF=grouped_outer(dout_rows_RD, (scores_R1 * a_RF).to(dtype), plan).to(w2_EDF.dtype),
-        w3_EFD=grouped_outer(dup_RF, x_rows_RD, plan).to(w3_EFD.dtype),
+        w1_EFD=outer(dgate_RF, x_rows_RD).to(w1_EFD.dtype),
+        w2_EDF=outer(dout_rows_RD, scores_R1 * a_RF).to(w2_EDF.dtype),
+        w3_EFD=outer(dup_RF, x_rows_RD).to(w3_EFD.dtype),
     )
+
+
+# ---- FP8: quantised and dequantised to fp32, or left as they are
+
+
+def _pull_rows(x_TD: torch.Tensor, plan: RoutingPlan, link: Link, is_fp8: bool) -> torch.Tensor:
+    """``[R, D]``: each row's token."""
+    x_TD = quantize_rows(x_TD).dequantize() if is_fp8 else x_TD
+    return pull(x_TD, plan, link)[plan.row_token_R]
+
+
+def _weight(w_EIJ: torch.Tensor, is_fp8: bool) -> torch.Tensor:
+    return quantize_weights(w_EIJ).dequantize() if is_fp8 else w_EIJ
+
+
+def _factor(rows_RI: torch.Tensor, dtype: torch.dtype, is_fp8: bool) -> torch.Tensor:
+    """The left factor of a product, from the accumulation type it was computed in."""
+    return quantize_rows(rows_RI).dequantize() if is_fp8 else rows_RI.to(dtype)
 
 
 # ---- stages

@@ -20,7 +20,11 @@ class DispatchSection:
     """How the routed experts communicate and compute; see the strategies table in the README."""
 
     precision: Precision = "bf16"
-    """Arithmetic of the experts' GEMMs. Only for type 'mega_moe'; the others keep 'bf16'."""
+    """Arithmetic of the experts' GEMMs. Only for type 'mega_moe'; the others keep 'bf16'. In this version 'fp8' and 'fp8_bwd'
+    are emulated by backend 'reference', for their effect on the loss, and 'mxfp8' is refused: see docs/precision.md."""
+
+    wgrad: Literal["fp8", "bf16"] = "fp8"
+    """What 'fp8' and 'fp8_bwd' compute the experts' weight gradients in."""
 
     saved: Literal["activations", "inputs"] = "activations"
     """What 'mega_moe' keeps for backward: the pulled rows and gate/up, or only its inputs and the routing plan (less

@@ -23,12 +23,13 @@ def mega_moe(
     cfg: RoutedExperts.Config,
     *,
     precision: str = "bf16",
+    wgrad: str = "fp8",
     saved: str = "activations",
     backend: str = "auto",
     capacity: float | None = None,
 ) -> MegaMoERoutedExperts.Config:
     """Options as in ``[model.moe.dispatch]``."""
-    options = {"precision": precision, "saved": saved, "backend": backend, "capacity": capacity}
+    options = {"precision": precision, "wgrad": wgrad, "saved": saved, "backend": backend, "capacity": capacity}
     return derive(cfg, MegaMoERoutedExperts.Config, **options)
 
 

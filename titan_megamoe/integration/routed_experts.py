@@ -23,6 +23,7 @@ class MegaMoERoutedExperts(RoutedExperts):
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
         precision: str = "bf16"
+        wgrad: str = "fp8"
         saved: str = "activations"
         backend: str = "auto"
         capacity: float | None = None
@@ -35,8 +36,9 @@ class MegaMoERoutedExperts(RoutedExperts):
                 "and set model.moe.dispatch.precision instead."
             )
         super().__init__(config)
-        check_precision(config.precision)
+        check_precision(config.precision, config.wgrad, config.backend)
         self.precision = config.precision
+        self.wgrad = config.wgrad
         self.saved = config.saved
         self.capacity = config.capacity
         self.asked_backend = config.backend
@@ -70,6 +72,7 @@ class MegaMoERoutedExperts(RoutedExperts):
             w3_EFD,
             group=self.ep_group,
             precision=self.precision,
+            wgrad=self.wgrad,
             saved=self.saved,
             backend=self.backend,
             capacity=self.capacity,

@@ -149,7 +149,7 @@ def check(config) -> None:
     dispatch: DispatchSection = config.model.moe.dispatch
     strategy, ep = STRATEGIES[dispatch.type], config.parallelism.expert_parallel_degree
     if dispatch.type == "mega_moe":
-        check_precision(dispatch.precision)
+        check_precision(dispatch.precision, dispatch.wgrad, dispatch.backend)
     elif dispatch.precision != "bf16":
         raise ValueError(
             f"model.moe.dispatch.precision = '{dispatch.precision}' belongs to type 'mega_moe', but the type is "
@@ -171,7 +171,7 @@ def override_imports(config) -> list[tuple[str, dict]]:
     named_by_user = {entry if isinstance(entry, str) else entry[0] for entry in config.override.imports}
     dispatch: DispatchSection = config.model.moe.dispatch
     if dispatch.type == "mega_moe":
-        options = {name: getattr(dispatch, name) for name in ("precision", "saved", "backend", "capacity")}
+        options = {name: getattr(dispatch, name) for name in ("precision", "wgrad", "saved", "backend", "capacity")}
         entries.append((f"{_OVERRIDES}.mega_moe", options))
         if type(config.activation_checkpoint) is SelectiveAC.Config:
             entries.append((f"{_OVERRIDES}.selective_ac", {}))
