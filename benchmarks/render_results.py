@@ -29,6 +29,10 @@ def render() -> str:
         for name, document in kernels.items():
             has_parts = "part" in document["results"][0]
             parts.append((_kernels_table if has_parts else _weight_gradients_table)(name, document))
+    errors = {name: d for name, d in documents.items() if "relative_errors" in d}
+    if errors:
+        parts.append("## Errors of the precisions\n")
+        parts += [_errors_table(name, document) for name, document in errors.items()]
     if steps:
         parts.append("## Whole training steps\n")
         parts += [_steps_table(name, document) for name, document in steps.items()]
@@ -134,6 +138,20 @@ def _weight_gradients_table(name: str, document: dict) -> str:
     for shape in dict.fromkeys(shape for shape, _ in results):
         cells = [f"{results[shape, k]['median_ms']:.3f} ({results[shape, k]['tflops']:.0f})" for k in kernels]
         lines.append(f"| {shape} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _errors_table(name: str, document: dict) -> str:
+    columns = list(next(iter(document["relative_errors"].values())))
+    lines = [
+        f"`{name}`, by benchmarks/precision_errors.py: relative errors against fp64 of the output and of the gradients of the "
+        f"others; {', '.join(f'{key} {value}' for key, value in document['shape'].items())}. {_environment(document)}.",
+        "",
+        f"| precision | {' | '.join(columns)} |",
+        "| --- | " + "--- | " * len(columns),
+    ]
+    for precision, errors in document["relative_errors"].items():
+        lines.append(f"| {precision} | " + " | ".join(f"{errors[column]:.2e}" for column in columns) + " |")
     return "\n".join(lines) + "\n"
 
 

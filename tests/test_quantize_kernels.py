@@ -1,0 +1,184 @@
+"""The quantisation kernels: under Triton's interpreter against ``titan_megamoe/quantize.py``, and compiled for Hopper.
+
+Triton decides when it is imported whether kernels are interpreted, so the former run in a pytest of their own.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
+
+from titan_megamoe import quantize as reference
+from titan_megamoe.kernels import quantize
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+# ---- used under the interpreter here and on a GPU by tests/gpu
+
+
+def random_matrix(*shape: int, device="cpu", dtype=torch.float32, seed: int = 0) -> torch.Tensor:
+    """Magnitudes over many octaves, some rows of zeros, and a NaN and an infinity where there is room."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, generator=generator) * torch.exp2(torch.randint(-12, 12, shape, generator=generator))
+    x[..., ::7, :] = 0
+    if x.shape[-2] > 3 and x.shape[-1] > 140:
+        x[..., 1, 3], x[..., 2, 135] = math.nan, math.inf
+    return x.to(device, dtype)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal, with NaN equal to NaN (whose sign and payload are nobody's business)."""
+    a, b = a.float(), b.float()
+    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """As :func:`same_bits`. The interpreter's conversion to e4m3 has faults of its own (a carry into the exponent is lost, so 127 is
+    64; subnormals are truncated; NaN becomes a number): there this only says that every value is where it belongs."""
+    if not INTERPRETED:
+        return same_bits(a, b)
+    a, b = a.float(), b.float()
+    return a.shape == b.shape and bool((((a - b).abs() <= (b.abs() / 2).clamp(min=2**-9)) | b.isnan()).all())
+
+
+def check_rows(rows: int, width: int, dtype: torch.dtype, device="cpu") -> None:
+    x = random_matrix(rows, width, dtype=dtype, device=device)
+    values = torch.empty(x.shape, dtype=reference.FP8, device=device)
+    scales = torch.full((rows, math.ceil(width / 128)), -1.0, device=device)
+    quantize.quantize_rows(x, values, scales)
+    expected = reference.quantize_rows(x)
+    assert same_values(values, expected.values) and same_bits(scales, expected.scales)
+
+
+def check_weights(experts: int, rows: int, columns: int, dtype: torch.dtype, device="cpu") -> None:
+    w = random_matrix(experts, rows, columns, dtype=dtype, device=device)
+    values = torch.empty(w.shape, dtype=reference.FP8, device=device)
+    transposed = torch.empty(experts, columns, rows, dtype=reference.FP8, device=device)
+    scales = torch.full((experts, math.ceil(rows / 128), math.ceil(columns / 128)), -1.0, device=device)
+    quantize.quantize_weights(w, values, transposed, scales)
+    expected = reference.quantize_weights(w)
+    assert same_values(values, expected.values) and same_bits(scales, expected.scales)
+    assert same_values(transposed, expected.values.transpose(1, 2))
+
+
+def check_columns(rows_of_experts: list[int], width: int, dtype: torch.dtype, device="cpu") -> None:
+    tiles = [min(128, rows - first) for rows in rows_of_experts for first in range(0, rows, 128)]
+    num_rows = 128 * (len(tiles) + 1)  # and a tile that the plan does not use
+    plan = SimpleNamespace(
+        sizes=torch.tensor([len(tiles), 0, 0, 0], dtype=torch.int32, device=device),
+        tile_rows_M=torch.tensor(tiles + [99], dtype=torch.int32, device=device),
+    )
+    is_fp8 = dtype == reference.FP8
+    x = random_matrix(num_rows, width, device=device, dtype=torch.float32 if is_fp8 else dtype)
+    row_scales = None
+    exact = x.float()
+    if is_fp8:
+        if INTERPRETED:
+            x = x.nan_to_num(0, 0, 0)
+        blocks = reference.quantize_rows(x)
+        x, row_scales, exact = blocks.values, blocks.scales, blocks.dequantize()
+    values = torch.empty(width, num_rows, dtype=reference.FP8, device=device)
+    scales = torch.full((num_rows // 128, width), -1.0, device=device)
+    quantize.quantize_columns(plan, x, values, scales, row_scales_Rb=row_scales)
+    for tile, rows in enumerate(tiles):
+        start = 128 * tile
+        expected = reference._quantize(exact[start : start + rows], (128, 1))
+        assert same_values(values[:, start : start + rows].T, expected.values), tile
+        assert same_bits(scales[tile], expected.scales[0]), tile
+        padding = values[:, start + rows : start + 128].float()
+        is_finite = scales[tile].isfinite()
+        assert not padding[is_finite].any()
+    assert bool((scales[len(tiles)] == -1).all())
+
+
+ROWS = [(1, 64), (37, 320), (16, 128), (3, 2048)]
+WEIGHTS = [(2, 128, 128), (3, 192, 320), (1, 64, 448)]
+EXPERTS = [[130, 0, 1, 128], [300]]
+
+if INTERPRETED:
+
+    @pytest.mark.parametrize("rows, width", ROWS)
+    def test_rows(rows, width):
+        check_rows(rows, width, torch.float32)
+
+    @pytest.mark.parametrize("experts, rows, columns", WEIGHTS)
+    def test_weights(experts, rows, columns):
+        check_weights(experts, rows, columns, torch.float32)
+
+    @pytest.mark.parametrize("rows_of_experts", EXPERTS)
+    @pytest.mark.parametrize("dtype", [torch.float32, reference.FP8])
+    def test_columns(rows_of_experts, dtype):
+        check_columns(rows_of_experts, 192, dtype)
+
+    def test_arguments_are_checked():
+        x = torch.zeros(4, 128)
+        values, scales = torch.empty(4, 128, dtype=reference.FP8), torch.empty(4, 1)
+        with pytest.raises(
+            ValueError, match=r"values_RI is \(4, 128\) torch.float32; expected \(4, 128\) torch.float8"
+        ):
+            quantize.quantize_rows(x, x, scales)
+        with pytest.raises(ValueError, match=r"scales_Rb is \(4, 2\)"):
+            quantize.quantize_rows(x, values, torch.empty(4, 2))
+        with pytest.raises(ValueError, match="pass row_scales_Rb with e4m3 rows, and only with them"):
+            quantize.quantize_columns(
+                None,
+                torch.zeros(128, 4),
+                torch.empty(4, 128, dtype=reference.FP8),
+                torch.empty(1, 4),
+                row_scales_Rb=scales,
+            )
+
+else:
+    from tests.compiled import check_no_spills
+    from tests.test_plan_compile import compile_kernel
+
+    def test_kernels_under_the_interpreter():
+        run = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+            env={**os.environ, "TRITON_INTERPRET": "1"},
+            capture_output=True,
+            text=True,
+        )
+        assert run.returncode == 0, run.stdout + run.stderr
+
+    def check_compiled(compiled) -> None:
+        check_no_spills(compiled)
+        assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.asm["ptx"]
+
+    @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+    def test_rows_compile(dtype):
+        pointers = dict(x_RI=dtype, values_RI="fp8e4nv", scales_Rb="fp32")
+        constants = dict(BLOCK_R=quantize._ROWS)
+        check_compiled(
+            compile_kernel(quantize.quantize_rows_kernel, pointers, dict(num_rows="i32", width="i32"), constants, 4)
+        )
+
+    @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+    def test_weights_compile(dtype):
+        pointers = dict(w_EIJ=dtype, values_EIJ="fp8e4nv", transposed_EJI="fp8e4nv", scales_Ebb="fp32")
+        check_compiled(
+            compile_kernel(
+                quantize.quantize_weights_kernel,
+                pointers,
+                dict(rows="i32", columns="i32"),
+                dict(PART=quantize._PART),
+                8,
+            )
+        )
+
+    @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp8e4nv"])
+    def test_columns_compile(dtype):
+        pointers = dict(x_RI=dtype, row_scales_Rb="fp32", sizes="i32", tile_rows_M="i32", values_IR="fp8e4nv")
+        constants = dict(HAS_ROW_SCALES=dtype == "fp8e4nv")
+        scalars = dict(num_rows="i32", width="i32")
+        check_compiled(
+            compile_kernel(quantize.quantize_columns_kernel, pointers | dict(scales_MI="fp32"), scalars, constants, 8)
+        )

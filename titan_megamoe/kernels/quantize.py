@@ -1,0 +1,214 @@
+"""Blockwise FP8 on the device, value for value what ``titan_megamoe/quantize.py`` computes.
+
+    quantize_rows      activations, for products that contract their last dimension
+    quantize_weights   weights, both orientations in one pass: 8-bit tensor cores want both factors contiguous along what
+                       is contracted, which for a weight is one dimension in forward and the other in backward
+    quantize_columns   rows of the pool, for weight gradients: transposed, so that an expert's rows are contiguous
+
+Shape suffixes are those of ``plan_tables.py``; here also I, J any dimension, and b blocks of 128.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .. import quantize
+from .plan_tables import BLOCK_M, KernelPlan
+
+_BLOCK = tl.constexpr(quantize.BLOCK)
+_FP8_MAX = tl.constexpr(quantize.FP8_MAX)
+_MIN_AMAX = tl.constexpr(quantize.MIN_AMAX)
+
+_ROWS = 16
+"""Rows of a program of ``quantize_rows``."""
+
+_PART = 32
+
+
+def quantize_rows(x_RI: torch.Tensor, values_RI: torch.Tensor, scales_Rb: torch.Tensor) -> None:  # noqa: N803
+    """Quantise each 128 elements of a row.
+
+    Args:
+        x_RI: ``[R, I]`` bf16 or fp32, contiguous.
+        values_RI: ``[R, I]`` e4m3, written.
+        scales_Rb: ``[R, I / 128 rounded up]`` fp32, written.
+    """
+    num_rows, width = x_RI.shape
+    _check("values_RI", values_RI, (num_rows, width), quantize.FP8)
+    _check("scales_Rb", scales_Rb, (num_rows, triton.cdiv(width, quantize.BLOCK)), torch.float32)
+    if x_RI.numel():
+        grid = (triton.cdiv(num_rows, _ROWS), triton.cdiv(width, quantize.BLOCK))
+        quantize_rows_kernel[grid](x_RI, values_RI, scales_Rb, num_rows, width, BLOCK_R=_ROWS, num_warps=4)
+
+
+def quantize_weights(
+    w_EIJ: torch.Tensor,  # noqa: N803
+    values_EIJ: torch.Tensor,  # noqa: N803
+    transposed_EJI: torch.Tensor,  # noqa: N803
+    scales_Ebb: torch.Tensor,  # noqa: N803
+) -> None:
+    """Quantise each 128 x 128 elements of an expert's matrix.
+
+    Args:
+        w_EIJ: ``[E, I, J]`` bf16 or fp32, contiguous.
+        values_EIJ, transposed_EJI: e4m3, written: the same values in both orientations.
+        scales_Ebb: fp32 ``[E, I / 128, J / 128]``, each rounded up, written; the other orientation's are its transpose.
+    """
+    num_experts, rows, columns = w_EIJ.shape
+    blocks = triton.cdiv(rows, quantize.BLOCK), triton.cdiv(columns, quantize.BLOCK)
+    _check("values_EIJ", values_EIJ, (num_experts, rows, columns), quantize.FP8)
+    _check("transposed_EJI", transposed_EJI, (num_experts, columns, rows), quantize.FP8)
+    _check("scales_Ebb", scales_Ebb, (num_experts, *blocks), torch.float32)
+    if w_EIJ.numel():
+        quantize_weights_kernel[(num_experts, *blocks)](
+            w_EIJ, values_EIJ, transposed_EJI, scales_Ebb, rows, columns, PART=_PART, num_warps=8
+        )
+
+
+def quantize_columns(
+    plan: KernelPlan,
+    x_RI: torch.Tensor,  # noqa: N803
+    values_IR: torch.Tensor,  # noqa: N803
+    scales_MI: torch.Tensor,  # noqa: N803
+    *,
+    row_scales_Rb: torch.Tensor | None = None,  # noqa: N803
+) -> None:
+    """Quantise each 128 rows of an expert, column by column, and transpose.
+
+    Args:
+        plan: says which rows there are. Tiles of 128 rows are the blocks.
+        x_RI: ``[R, I]`` bf16 or fp32, contiguous, R a multiple of 128; or e4m3 as :func:`quantize_rows` writes it, with
+        row_scales_Rb: its scales.
+        values_IR: ``[I, R]`` e4m3, written where there are tiles: zeros in padding.
+        scales_MI: ``[R / 128, I]`` fp32, written where there are tiles.
+    """
+    num_rows, width = x_RI.shape
+    _check("values_IR", values_IR, (width, num_rows), quantize.FP8)
+    _check("scales_MI", scales_MI, (num_rows // BLOCK_M, width), torch.float32)
+    is_fp8 = x_RI.dtype == quantize.FP8
+    if is_fp8 != (row_scales_Rb is not None):
+        raise ValueError(
+            f"quantize_columns: pass row_scales_Rb with e4m3 rows, and only with them; x_RI is {x_RI.dtype}."
+        )
+    if is_fp8:
+        _check("row_scales_Rb", row_scales_Rb, (num_rows, triton.cdiv(width, quantize.BLOCK)), torch.float32)
+    if x_RI.numel():
+        quantize_columns_kernel[(num_rows // BLOCK_M, triton.cdiv(width, quantize.BLOCK))](
+            x_RI,
+            row_scales_Rb if is_fp8 else scales_MI,
+            plan.sizes,
+            plan.tile_rows_M,
+            values_IR,
+            scales_MI,
+            num_rows,
+            width,
+            HAS_ROW_SCALES=is_fp8,
+            num_warps=8,
+        )
+
+
+def _check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+        raise ValueError(
+            f"quantize: {name} is {tuple(tensor.shape)} {tensor.dtype}; expected {shape} {dtype}, contiguous."
+        )
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _amax(x, axis: tl.constexpr):
+    """Largest magnitude along ``axis``, at least _MIN_AMAX; NaN if there is one."""
+    return _larger(tl.reduce(tl.abs(x), axis, _larger), _MIN_AMAX)
+
+
+@triton.jit
+def _scale(amax):
+    return tl.div_rn(amax, tl.zeros_like(amax) + _FP8_MAX)  # rounded as PyTorch does; `/` is an approximation
+
+
+@triton.jit
+def _inverse(amax):
+    return tl.div_rn(tl.zeros_like(amax) + _FP8_MAX, amax)
+
+
+@triton.jit
+def _to_fp8(x, inverse):
+    # Rounding may leave the largest value just above 448; NaN must stay.
+    return tl.clamp(x * inverse, -_FP8_MAX, _FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+
+
+@triton.jit
+def quantize_rows_kernel(x_RI, values_RI, scales_Rb, num_rows, width, BLOCK_R: tl.constexpr):
+    row_R = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    block = tl.program_id(1)
+    column_I = block * _BLOCK + tl.arange(0, _BLOCK)
+    is_row_R = row_R < num_rows
+    is_inside_RI = is_row_R[:, None] & (column_I < width)[None, :]
+    at_RI = row_R[:, None] * width + column_I[None, :]
+    x = tl.load(x_RI + at_RI, mask=is_inside_RI, other=0.0).to(tl.float32)
+    amax_R = _amax(x, 1)
+    tl.store(values_RI + at_RI, _to_fp8(x, _inverse(amax_R)[:, None]), mask=is_inside_RI)
+    tl.store(scales_Rb + row_R * tl.cdiv(width, _BLOCK) + block, _scale(amax_R), mask=is_row_R)
+
+
+@triton.jit
+def quantize_weights_kernel(w_EIJ, values_EIJ, transposed_EJI, scales_Ebb, rows, columns, PART: tl.constexpr):
+    """Of a block, PART rows are in registers at a time: once to find its largest magnitude, once to quantise."""
+    matrix = tl.program_id(0).to(tl.int64) * rows * columns
+    column_J = tl.program_id(2) * _BLOCK + tl.arange(0, _BLOCK)
+    amax = tl.zeros([], tl.float32)
+    for start in range(0, _BLOCK, PART):
+        row_I = tl.program_id(1) * _BLOCK + start + tl.arange(0, PART)
+        is_inside = (row_I < rows)[:, None] & (column_J < columns)[None, :]
+        at = matrix + row_I[:, None] * columns + column_J[None, :]
+        x = tl.load(w_EIJ + at, mask=is_inside, other=0.0).to(tl.float32)
+        amax = _larger(amax, tl.reduce(_amax(x, 1), 0, _larger))
+    for start in range(0, _BLOCK, PART):
+        row_I = tl.program_id(1) * _BLOCK + start + tl.arange(0, PART)
+        is_inside = (row_I < rows)[:, None] & (column_J < columns)[None, :]
+        at = matrix + row_I[:, None] * columns + column_J[None, :]
+        x = tl.load(w_EIJ + at, mask=is_inside, other=0.0).to(tl.float32)
+        values = _to_fp8(x, _inverse(amax))
+        tl.store(values_EIJ + at, values, mask=is_inside)
+        transposed_at = matrix + column_J[:, None] * rows + row_I[None, :]
+        tl.store(transposed_EJI + transposed_at, tl.trans(values), mask=tl.trans(is_inside))
+    block = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + tl.program_id(2)
+    tl.store(scales_Ebb + block, _scale(amax))
+
+
+@triton.jit
+def quantize_columns_kernel(
+    x_RI,
+    row_scales_Rb,
+    sizes,
+    tile_rows_M,
+    values_IR,
+    scales_MI,
+    num_rows,
+    width,
+    HAS_ROW_SCALES: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    if tile < tl.load(sizes):
+        block = tl.program_id(1)
+        in_tile_R = tl.arange(0, _BLOCK)
+        row_R = tile.to(tl.int64) * _BLOCK + in_tile_R
+        column_I = block * _BLOCK + tl.arange(0, _BLOCK)
+        is_column_I = column_I < width
+        is_row_R = in_tile_R < tl.load(tile_rows_M + tile)  # what is in padding is not read
+        x = tl.load(
+            x_RI + row_R[:, None] * width + column_I[None, :], mask=is_row_R[:, None] & is_column_I[None, :], other=0.0
+        ).to(tl.float32)
+        if HAS_ROW_SCALES:
+            x *= tl.load(row_scales_Rb + row_R * tl.cdiv(width, _BLOCK) + block, mask=is_row_R, other=0.0)[:, None]
+        amax_I = _amax(x, 0)
+        values = tl.trans(_to_fp8(x, _inverse(amax_I)[None, :]))
+        at_IR = column_I.to(tl.int64)[:, None] * num_rows + row_R[None, :]
+        tl.store(values_IR + at_IR, values, mask=is_column_I[:, None])
+        tl.store(scales_MI + tile.to(tl.int64) * width + column_I, _scale(amax_I), mask=is_column_I)
