@@ -43,7 +43,8 @@ def make_inputs(seed: int) -> tuple[list[torch.Tensor], torch.Tensor]:
     ids_TK = torch.rand(tokens, experts, generator=generator).topk(top_k, dim=1).indices
     scores_TK = torch.rand(tokens, top_k, generator=generator)
     weights = [
-        normal(experts, *size, scale=size[1] ** -0.5) for size in ((hidden_dim, dim), (dim, hidden_dim), (hidden_dim, dim))
+        normal(experts, *size, scale=size[1] ** -0.5)
+        for size in ((hidden_dim, dim), (dim, hidden_dim), (hidden_dim, dim))
     ]
     return [normal(tokens, dim), ids_TK, scores_TK, *weights], normal(tokens, dim)
 
@@ -66,7 +67,8 @@ def main() -> None:
     for variant, options in VARIANTS.items():
         results = compute(inputs, dout_TD, **options)
         errors[variant] = {
-            name: ((a.double() - b).norm() / b.norm()).item() for name, a, b in zip(RESULTS, results, exact, strict=True)
+            name: ((a.double() - b).norm() / b.norm()).item()
+            for name, a, b in zip(RESULTS, results, exact, strict=True)
         }
         print(variant, {name: f"{error:.2e}" for name, error in errors[variant].items()}, flush=True)
     document = {

@@ -3,8 +3,8 @@
     python benchmarks/train_steps.py --config train_configs/qwen3_30b_a3b_6layers.toml --out docs/results/x.json \\
         --run stock --run all_to_all --run mega_moe [--compile] [--routing even] [--steps 20] [--nproc 1] [-- --section.key value]
 
-What follows ``--`` overrides the TOML file in every run. Each run is a torchrun of its own. A step's time is the one TorchTitan logs its tokens per second from; the mean is over steps
-6 to the last, as the first ones compile and warm up. ``stock`` is TorchTitan's own entry point and Python configuration for
+What follows ``--`` overrides the TOML file in every run. Each run is a torchrun of its own. A step's time is the one TorchTitan
+logs its tokens per second from; the mean is over steps 6 to the last, as the first ones compile and warm up. ``stock`` is TorchTitan's own entry point and Python configuration for
 the same model, data, batch and checkpointing, to show that our front end costs nothing.
 """
 
@@ -17,12 +17,15 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from titan_megamoe.bench.environment import describe_environment  # noqa: E402
+from titan_megamoe.bench.one_gpu import concurrent_kernels  # noqa: E402
 
 STEP = re.compile(
     r"step: *(\d+) .*?loss: *([\d.]+).*?grad_norm: *([\d.]+).*?memory: *([-\d.]+)GiB.*?tps: *([\d,]+).*?mfu: *([\d.]+)%"
@@ -41,7 +44,8 @@ def command(run: str, arguments: argparse.Namespace) -> list[str]:
     routing = ["--model.moe.force_load_balance", arguments.routing]
     strategy, _, precision = run.partition(":")
     strategy = ["--model.moe.dispatch.type", strategy, "--model.moe.dispatch.precision", precision or "bf16"]
-    return [*torchrun, "-m", "titan_megamoe.train", "--config", arguments.config, *strategy, *routing, *common]
+    module = "titan_megamoe.bench.one_gpu" if arguments.one_gpu else "titan_megamoe.train"
+    return [*torchrun, "-m", module, "--config", arguments.config, *strategy, *routing, *common]
 
 
 def measure(run: str, arguments: argparse.Namespace) -> dict:
@@ -73,16 +77,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="TOML file")
     parser.add_argument("--out", required=True, type=Path, help="JSON file to write")
-    parser.add_argument("--run", action="append", required=True, help="'stock', a strategy, or a strategy:precision; repeat for several")
+    parser.add_argument(
+        "--run", action="append", required=True, help="'stock', a strategy, or a strategy:precision; repeat for several"
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--nproc", type=int, default=1)
     parser.add_argument("--routing", default="uniform", choices=["none", "even", "uniform"])
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--one_gpu", action="store_true", help="all ranks share one GPU: losses count, times do not")
     parser.add_argument("overrides", nargs="*", help="after --: options of titan_megamoe.train")
     arguments = parser.parse_args()
     results = {}
     for run in arguments.run:
-        results[run] = measure(run, arguments)
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            concurrent_kernels(folder) if arguments.one_gpu else nullcontext(),
+        ):
+            results[run] = measure(run, arguments)
         print(run, {k: v for k, v in results[run].items() if k not in ("losses", "grad_norms")}, flush=True)
         document = {
             "command": " ".join(["python", "benchmarks/train_steps.py", *sys.argv[1:]]),
