@@ -10,9 +10,8 @@ from pathlib import Path
 
 import triton
 
-MAX_STACK = 8 if triton.__version__.startswith("3.6.") else 64
-"""Bytes per thread: with Triton 3.6, with which the kernels are tuned, pull_gemm_backward saves two registers once, before
-its roles part; newer ones may spill a few more."""
+MAX_STACK = 0 if triton.__version__.startswith("3.6.") else 64
+"""Bytes per thread. The kernels are tuned with Triton 3.6; newer ones may spill a few registers more."""
 
 
 def resources(compiled) -> dict[str, int]:

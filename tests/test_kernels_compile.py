@@ -17,6 +17,12 @@ from tests.compiled import check_no_spills
 from titan_megamoe.kernels.gemm_push import gemm_push_constants, gemm_push_kernel
 from titan_megamoe.kernels.pull_gemm import pull_gemm_constants, pull_gemm_kernel
 from titan_megamoe.kernels.pull_gemm_backward import pull_gemm_backward_constants, pull_gemm_backward_kernel
+from titan_megamoe.kernels.pull_gemm_fp8 import (
+    fp8_layout,
+    pull_gemm_fp8_constants,
+    pull_gemm_fp8_kernel,
+    scales_layout,
+)
 from titan_megamoe.kernels.tuning import (
     GEMM_PUSH_ITEMS,
     GEMM_PUSH_STAGES,
@@ -26,6 +32,7 @@ from titan_megamoe.kernels.tuning import (
     tune_gemm_push,
     tune_pull_gemm,
     tune_pull_gemm_backward,
+    tune_pull_gemm_fp8,
 )
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -70,7 +77,7 @@ def compile_kernel(kernel, descriptors: dict[str, str], pointers: dict[str, str]
     return triton.compile(source, target=HOPPER, options={"num_warps": 4})
 
 
-def check(compiled, *, registers: tuple[int, int, int], block_n: int) -> None:
+def check(compiled, *, registers: tuple[int, int, int], product: str) -> None:
     ptx = compiled.asm["ptx"]
     check_no_spills(compiled)
     assert ".local" not in ptx
@@ -79,7 +86,7 @@ def check(compiled, *, registers: tuple[int, int, int], block_n: int) -> None:
     assert compiled.metadata.num_warps == 16
     granted = {int(count) for count in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)}
     assert {*registers, 512 - sum(registers)} <= granted
-    assert f"wgmma.mma_async.sync.aligned.m64n{min(block_n, 128)}k16" in ptx
+    assert f"wgmma.mma_async.sync.aligned.{product}" in ptx
     assert "cp.async.bulk.tensor" in ptx and "ld.acquire.gpu" in ptx and "globaltimer" in ptx
 
 
@@ -98,7 +105,7 @@ def test_pull_gemm(shape, saves_gate_up):
             tuning, dim=dim, hidden_dim=hidden_dim, top_k=top_k, ep_size=ep_size, saves_gate_up=saves_gate_up
         ),
     )
-    check(compiled, registers=tuning.registers, block_n=n)
+    check(compiled, registers=tuning.registers, product=f"m64n{min(n, 128)}k16.f32.bf16.bf16")
     ptx = compiled.asm["ptx"]
     assert re.search(r"ld\.global\S*\.v4", ptx) and "st.global.v4" in ptx, "rows are copied 16 bytes at a time"
     assert ptx.count("fence.proxy.async.global") >= 2, "on the writing and on the reading side"
@@ -119,7 +126,33 @@ def test_pull_gemm_backward(shape):
         | dict(pull_source_U="i64", dout_addresses_P="i64", dout_RD="bf16"),
         pull_gemm_backward_constants(tuning, dim=dim, hidden_dim=hidden_dim, top_k=top_k, ep_size=ep_size),
     )
-    check(compiled, registers=tuning.registers, block_n=n)
+    check(compiled, registers=tuning.registers, product=f"m64n{min(n, 128)}k16.f32.bf16.bf16")
+
+
+@pytest.mark.parametrize("saves_gate_up", [False, True])
+def test_pull_gemm_fp8(shape, saves_gate_up):
+    dim, hidden_dim, top_k, ep_size = shape
+    if dim % 128 or hidden_dim % 128:
+        pytest.skip(f"blocks of FP8 are 128 columns; D = {dim}, F = {hidden_dim}")
+    tuning = tune_pull_gemm_fp8(dim)
+
+    def fp8(rows: int) -> str:
+        return f"tensordesc<fp8e4nv[{rows}, 128],{fp8_layout(rows)!r}>"
+
+    compiled = compile_kernel(
+        pull_gemm_fp8_kernel,
+        dict(pool_desc=fp8(128), half_pool_desc=fp8(64), w1_desc=fp8(128), w3_desc=fp8(128), h_desc=fp8(64))
+        | dict(scales_desc=f"tensordesc<fp32[1, 128],{scales_layout()!r}>")
+        | dict(gate_desc=matrix(64, 64), up_desc=matrix(64, 64)),
+        dict.fromkeys((PLANNED + "pull_rows_UK arrival_M").split(), "i32")
+        | dict.fromkeys("w1_scales_Ebb w3_scales_Ebb h_scales_bR pool_scales_bR".split(), "fp32")
+        | dict(pull_source_U="i64", x_addresses_P="i64", x_scales_addresses_P="i64", pool_RD="bf16"),
+        pull_gemm_fp8_constants(
+            tuning, dim=dim, hidden_dim=hidden_dim, top_k=top_k, ep_size=ep_size, saves_gate_up=saves_gate_up
+        ),
+    )
+    check(compiled, registers=tuning.registers, product="m64n128k32.f32.e4m3.e4m3")
+    assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize("is_backward", [False, True])
@@ -145,7 +178,7 @@ def test_gemm_push(shape, is_backward):
             score_parts=num_score_parts(dim, hidden_dim) if is_backward else 0,
         ),
     )
-    check(compiled, registers=tuning.registers, block_n=n)
+    check(compiled, registers=tuning.registers, product=f"m64n{min(n, 128)}k16.f32.bf16.bf16")
     ptx = compiled.asm["ptx"]
     assert re.search(r"ld\.global\S*\.v4", ptx) and "st.global.v4" in ptx, "rows are read and sent 16 bytes at a time"
     assert re.search(r"cp\.async\.bulk\.wait_group\s+0", ptx), "tiles are counted when they are in memory"

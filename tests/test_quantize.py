@@ -35,7 +35,8 @@ def test_rows(rows, columns, seed):
     for row in {0, rows // 2, rows - 1}:
         for start in range(0, columns, BLOCK):
             assert torch.equal(got[row, start : start + BLOCK], expected(x[row, start : start + BLOCK]))
-    assert (got - x).abs().max() <= x.abs().max() / 16 / 2  # half a step of a 3-bit mantissa
+    # Half a step of a 3-bit mantissa in the largest values' octave, which is 256 to 448.
+    assert (got - x).abs().max() <= x.abs().max() * (16 / 448) * 1.001
 
 
 @settings(max_examples=20, deadline=None)

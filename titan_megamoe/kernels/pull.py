@@ -1,5 +1,7 @@
 """How rows get from their owners into this rank's pool while tensor cores work on those that are there already: the
-communication warps and the scheduler of ``pull_gemm`` and of ``pull_gemm_backward``.
+communication warps and the scheduler of ``pull_gemm`` and its relatives.
+
+Rows are copied as bytes: a row of D values in FP8 is one of D / 2 in bf16 here.
 
 Shape suffixes are those of ``plan_tables.py``.
 """
@@ -39,10 +41,11 @@ def pull_rows(
     TOKENS: gl.constexpr,  # of one item
     COLUMNS: gl.constexpr,  # of each, held in registers at a time
     WITH_SCORES: gl.constexpr,  # whether each row's score is wanted, too
+    NUM_SCALES: gl.constexpr,  # of a row in FP8; 0: the rows have none
 ):
     """Communication warp: copy tokens into the pool until the pull list is empty. Waits for nobody."""
     if IS_USED:
-        _pull_tokens(pulled, DIM, TOP_K, TOKENS, COLUMNS, WITH_SCORES)
+        _pull_tokens(pulled, DIM, TOP_K, TOKENS, COLUMNS, WITH_SCORES, NUM_SCALES)
         _zero_padding(pulled, DIM, COLUMNS)
 
 
@@ -54,8 +57,9 @@ def _pull_tokens(
     TOKENS: gl.constexpr,
     COLUMNS: gl.constexpr,
     WITH_SCORES: gl.constexpr,
+    NUM_SCALES: gl.constexpr,
 ):
-    sizes, _, tables, x_addresses_P, pool_RD, row_scores_R, arrival_M, queue = pulled
+    sizes, _, tables, x_addresses_P, pool_RD, row_scores_R, scales, arrival_M, queue = pulled
     pull_source_U, pull_rows_UK, pull_scores_UK = tables
     # [tokens t, columns c]: a lane has 16 bytes, so a warp copies 512 bytes of a row at a time.
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 1], [1, 0])
@@ -84,6 +88,7 @@ def _pull_tokens(
             gl.store(row_scores_R + row_tr, gl.load(pull_scores_UK + entry_tr, mask=row_tr >= 0), mask=row_tr >= 0)
 
         following = first
+        pulled_source_t = source_t
         for start in gl.static_range(0, DIM, COLUMNS):
             is_column_c = start + column_c < DIM
             x_tc = gl.load(
@@ -103,6 +108,9 @@ def _pull_tokens(
                     mask=(row_t >= 0)[:, None] & is_column_c[None, :],
                 )
 
+        if NUM_SCALES > 0:
+            _pull_scales(u_t, pulled_source_t, num_unique, num_routes, tables, scales, TOP_K, NUM_SCALES)
+
         # All lanes' parts of the rows are written, and the copy engine may read them, before they are counted.
         fence_async_global()
         thread_barrier()
@@ -111,10 +119,39 @@ def _pull_tokens(
 
 
 @gluon.jit
+def _pull_scales(
+    u_t,
+    source_t,
+    num_unique,
+    num_routes,
+    tables,
+    scales,
+    TOP_K: gl.constexpr,
+    NUM_SCALES: gl.constexpr,
+):
+    """Copy the scales of tokens in FP8. In the pool they lie block by block, so that a tile's are side by side."""
+    scales_addresses_P, pool_scales_bR, num_rows = scales
+    _, pull_rows_UK, _ = tables
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 1], [1, 0])  # a lane has a block
+    block_b = gl.arange(0, triton.next_power_of_2(NUM_SCALES), layout=gl.SliceLayout(0, layout))
+    u_t = gl.convert_layout(u_t, gl.SliceLayout(1, layout))
+    source_t = gl.convert_layout(source_t, gl.SliceLayout(1, layout))
+    is_token_t = u_t < num_unique
+    address_t = gl.load(scales_addresses_P + (source_t >> 32)) + (source_t & 0xFFFFFFFF) * (4 * NUM_SCALES)
+    is_scale_tb = is_token_t[:, None] & (block_b < NUM_SCALES)[None, :]
+    from_tb = address_t.to(gl.pointer_type(gl.float32))[:, None] + block_b[None, :]
+    scale_tb = gl.load(from_tb, mask=is_scale_tb)
+    for route in range(num_routes):
+        row_t = gl.load(pull_rows_UK + u_t * TOP_K + route, mask=is_token_t, other=-1)
+        to_tb = pool_scales_bR + block_b.to(gl.int64)[None, :] * num_rows + row_t[:, None]
+        gl.store(to_tb, scale_tb, mask=is_scale_tb & (row_t >= 0)[:, None])
+
+
+@gluon.jit
 def _zero_padding(pulled, DIM: gl.constexpr, COLUMNS: gl.constexpr):
     """Zero the padding that the weight gradients will multiply: they take HALF_M rows at a time, and what was in memory
     may be NaN. Nobody in this kernel waits for it."""
-    sizes, tile_rows_M, _, _, pool_RD, _, _, queue = pulled
+    sizes, tile_rows_M, _, _, pool_RD, _, _, _, queue = pulled
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     column_c = gl.arange(0, COLUMNS, layout=layout)
     zero_c = gl.zeros([COLUMNS], gl.bfloat16, layout)

@@ -346,7 +346,7 @@ def pull_gemm_kernel(
     descs = (pool_desc, half_pool_desc, w1_desc, w3_desc)
     # No scores are wanted: any pointers stand in for the tables of scores.
     tables = (pull_source_U, pull_rows_UK, pull_rows_UK)
-    pulled = (sizes, tile_rows_M, tables, x_addresses_P, pool_RD, arrival_M, arrival_M, queue)
+    pulled = (sizes, tile_rows_M, tables, x_addresses_P, pool_RD, arrival_M, (), arrival_M, queue)
     planned = (sizes, expert_start_e1, tile_expert_M, tile_rows_M, arrival_M, queue)
     faults = (fault, rank, deadline_us)
     consumer = (operands, outputs, stages, tiles)
@@ -357,10 +357,10 @@ def pull_gemm_kernel(
             (_multiply, (1, consumer, NUM_STEPS, STAGES, BLOCK_N, SAVE_GATE_UP)),
             (_load, (descs, operands, stages, tiles, HIDDEN, NUM_STEPS, STAGES, BLOCK_N)),
             (schedule_arrived_tiles, (planned, faults, tiles, EP_SIZE, TILES_N, _KERNEL)),
-            (pull_rows, (COMM_WARPS > 0, pulled, DIM, TOP_K, TOKENS, COLUMNS, False)),
-            (pull_rows, (COMM_WARPS > 1, pulled, DIM, TOP_K, TOKENS, COLUMNS, False)),
-            (pull_rows, (COMM_WARPS > 2, pulled, DIM, TOP_K, TOKENS, COLUMNS, False)),
-            (pull_rows, (COMM_WARPS > 3, pulled, DIM, TOP_K, TOKENS, COLUMNS, False)),
+            (pull_rows, (COMM_WARPS > 0, pulled, DIM, TOP_K, TOKENS, COLUMNS, False, 0)),
+            (pull_rows, (COMM_WARPS > 1, pulled, DIM, TOP_K, TOKENS, COLUMNS, False, 0)),
+            (pull_rows, (COMM_WARPS > 2, pulled, DIM, TOP_K, TOKENS, COLUMNS, False, 0)),
+            (pull_rows, (COMM_WARPS > 3, pulled, DIM, TOP_K, TOKENS, COLUMNS, False, 0)),
         ],
         [4, 1, 1, 1, 1, 1, 1],
         [CONSUMER_REGS, OTHER_REGS, OTHER_REGS, COMM_REGS, COMM_REGS, COMM_REGS, COMM_REGS],

@@ -436,7 +436,7 @@ def pull_gemm_backward_kernel(
     outputs = (dgate_desc, dup_desc, scaled_h_desc, bufs, full, empty)
     scores = (row_scores_R, dscore_parts_NR, num_rows)
     tables = (pull_source_U, pull_rows_UK, pull_scores_UK)
-    pulled = (sizes, tile_rows_M, tables, dout_addresses_P, dout_RD, row_scores_R, arrival_M, queue)
+    pulled = (sizes, tile_rows_M, tables, dout_addresses_P, dout_RD, row_scores_R, (), arrival_M, queue)
     planned = (sizes, expert_start_e1, tile_expert_M, tile_rows_M, arrival_M, queue)
     faults = (fault, rank, deadline_us)
     consumer = (operands, outputs, stages, tiles)
@@ -449,10 +449,10 @@ def pull_gemm_backward_kernel(
             (schedule_arrived_tiles, (planned, faults, tiles, EP_SIZE, TILES_N, _KERNEL)),
             (_load_activations, (activations, tiles, BLOCK_N)),
             (idle, ()),
-            (pull_rows, (COMM_WARPS > 0, pulled, DIM, TOP_K, TOKENS, COLUMNS, True)),
-            (pull_rows, (COMM_WARPS > 1, pulled, DIM, TOP_K, TOKENS, COLUMNS, True)),
-            (pull_rows, (COMM_WARPS > 2, pulled, DIM, TOP_K, TOKENS, COLUMNS, True)),
-            (pull_rows, (COMM_WARPS > 3, pulled, DIM, TOP_K, TOKENS, COLUMNS, True)),
+            (pull_rows, (COMM_WARPS > 0, pulled, DIM, TOP_K, TOKENS, COLUMNS, True, 0)),
+            (pull_rows, (COMM_WARPS > 1, pulled, DIM, TOP_K, TOKENS, COLUMNS, True, 0)),
+            (pull_rows, (COMM_WARPS > 2, pulled, DIM, TOP_K, TOKENS, COLUMNS, True, 0)),
+            (pull_rows, (COMM_WARPS > 3, pulled, DIM, TOP_K, TOKENS, COLUMNS, True, 0)),
         ],
         [4, 1, 1, 1, 1, 1, 1, 1, 1],
         [CONSUMER_REGS] + [OTHER_REGS] * 4 + [COMM_REGS] * 4,

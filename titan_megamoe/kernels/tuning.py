@@ -86,6 +86,16 @@ def tune_pull_gemm_backward(dim: int, hidden_dim: int) -> PullGemmTuning:
     )
 
 
+def tune_pull_gemm_fp8(dim: int) -> PullGemmTuning:
+    """For tokens of ``dim`` (D) columns. A stage holds 128 columns of 128 rows and of 128 rows of W1 and of W3, in FP8."""
+    return PullGemmTuning(
+        block_n=128,
+        stages=4,
+        columns=min(1024, _next_power_of_2(dim // 2)),  # of two bytes, as they are copied
+        registers=(216, 48, 32),  # a consumer has the product of a step beside gate and up
+    )
+
+
 def num_score_parts(dim: int, hidden_dim: int) -> int:
     """Column tiles of ``pull_gemm_backward``, each of which has a part of a row's score gradient."""
     return hidden_dim // tune_pull_gemm_backward(dim, hidden_dim).block_n
