@@ -29,9 +29,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from titan_megamoe import quantize
 from titan_megamoe.bench.environment import describe_environment
 from titan_megamoe.kernels import combine
 from titan_megamoe.kernels.gemm_push import gemm_push, gemm_push_backward
+from titan_megamoe.kernels.gemm_push_fp8 import gemm_push_fp8
 from titan_megamoe.kernels.plan import build_kernel_plan, read_sizes
 from titan_megamoe.kernels.plan_tables import (
     BackwardRows,
@@ -46,6 +48,7 @@ from titan_megamoe.kernels.plan_tables import (
 )
 from titan_megamoe.kernels.pull_gemm import pull_gemm
 from titan_megamoe.kernels.pull_gemm_backward import pull_gemm_backward
+from titan_megamoe.kernels.pull_gemm_fp8 import pull_gemm_fp8
 from titan_megamoe.kernels.tuning import (
     tune_gemm_push,
     tune_pull_gemm,
@@ -215,6 +218,60 @@ class Layer:
             **{name: getattr(self.rows, name) for name in ("dout_RD", "dgate_RF", "dup_RF", "scaled_h_RF")},
         )
 
+    def quantize(self) -> None:
+        """Make the layer's FP8 tensors: what the owners, the optimizer step and ``pull_gemm_fp8`` would."""
+        blocks = [quantize.quantize_rows(x_TD) for x_TD in self.x_NTD]
+        self._fp8_x = blocks  # alive as long as their addresses are used
+        num_rows = self.rows.pool_RD.shape[0]
+        self.fp8 = dict(
+            pool_RD=torch.empty(num_rows, self.shape.dim, device="cuda", dtype=quantize.FP8),
+            pool_scales_bR=torch.empty(self.shape.dim // quantize.BLOCK, num_rows, device="cuda"),
+            h_RF=torch.empty(num_rows, self.shape.hidden_dim, device="cuda", dtype=quantize.FP8),
+            h_scales_bR=torch.empty(self.shape.hidden_dim // quantize.BLOCK, num_rows, device="cuda"),
+        )
+        self.fp8_addresses = [
+            torch.tensor([getattr(b, name).data_ptr() for b in blocks], device="cuda") for name in ("values", "scales")
+        ]
+        self.fp8_weights = [quantize.quantize_weights(w) for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)]
+
+    def pull_gemm_fp8(self, plan=None, *, saves: bool = False) -> None:
+        (w1, _, w3), (x_P, x_scales_P) = self.fp8_weights, self.fp8_addresses
+        pull_gemm_fp8(
+            plan or self.plan,
+            self.counters,
+            x_addresses_P=x_P,
+            x_scales_addresses_P=x_scales_P,
+            w1_EFD=w1.values,
+            w1_scales_Ebb=w1.scales,
+            w3_EFD=w3.values,
+            w3_scales_Ebb=w3.scales,
+            gate_RF=self.rows.gate_RF if saves else None,
+            up_RF=self.rows.up_RF if saves else None,
+            fault=self.workspace.local.fault,
+            rank=self.rank,
+            deadline_seconds=2,
+            **self.fp8,
+        )
+
+    def gemm_push_fp8(self, plan=None) -> None:
+        if self.shape.ep_size == 1:
+            to = dict(out_TD=self.out_TD)
+        else:
+            to = dict(slots_addresses_P=self.workspace.addresses.slots_P, max_tokens=self.shape.max_tokens)
+        gemm_push_fp8(
+            plan or self.plan,
+            self.counters,
+            h_RF=self.fp8["h_RF"],
+            h_scales_bR=self.fp8["h_scales_bR"],
+            w2_EDF=self.fp8_weights[1].values,
+            w2_scales_Ebb=self.fp8_weights[1].scales,
+            y_RD=self.rows.y_RD,
+            fault=self.workspace.local.fault,
+            rank=self.rank,
+            deadline_seconds=2,
+            **to,
+        )
+
     def backward(self, *, beside: bool) -> None:
         """All of it; ``beside``: the weight gradients on a stream of their own."""
         self.pull_gemm_backward()
@@ -281,6 +338,7 @@ def sweep(name: str, repeats: int) -> list[Result]:
     gate_up_flops = 2 * down_flops
     rows_in_place = functools.partial(layer.reset, rows_in_place=True)
     rows_done = functools.partial(layer.reset, rows_done=True)
+    layer.quantize()
     x_RD = torch.randn(num_rows, shape.dim, device="cuda").bfloat16()
     h_RF = torch.randn(num_rows, shape.hidden_dim, device="cuda").bfloat16()
     w13 = torch.randn(shape.dim, 2 * shape.hidden_dim, device="cuda").bfloat16()
@@ -301,6 +359,12 @@ def sweep(name: str, repeats: int) -> list[Result]:
         ("gemm_push_backward", "fused", layer.reset, layer.gemm_push_backward, gate_up_flops),
         ("gemm_push_backward", "gemm", layer.reset, lambda: layer.gemm_push_backward(layer.tiles_only), gate_up_flops),
         ("weight_gradients", "gemm", layer.reset, layer.weight_gradients, 3 * down_flops),
+        ("pull_gemm_fp8", "fused", layer.reset, layer.pull_gemm_fp8, gate_up_flops),
+        ("pull_gemm_fp8", "saving gate, up", layer.reset, lambda: layer.pull_gemm_fp8(saves=True), gate_up_flops),
+        ("pull_gemm_fp8", "gemm", rows_in_place, lambda: layer.pull_gemm_fp8(layer.tiles_only), gate_up_flops),
+        ("gemm_push_fp8", "fused", layer.reset, layer.gemm_push_fp8, down_flops),
+        ("gemm_push_fp8", "gemm", layer.reset, lambda: layer.gemm_push_fp8(layer.tiles_only), down_flops),
+        ("forward_fp8", "fused", layer.reset, lambda: (layer.pull_gemm_fp8(), layer.gemm_push_fp8()), 3 * down_flops),
         ("backward", "one stream", layer.reset, lambda: layer.backward(beside=False), 6 * down_flops),
         ("backward", "two streams", layer.reset, lambda: layer.backward(beside=True), 6 * down_flops),
     )

@@ -15,6 +15,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from tests.compiled import check_no_spills
 from titan_megamoe.kernels.gemm_push import gemm_push_constants, gemm_push_kernel
+from titan_megamoe.kernels.gemm_push_fp8 import gemm_push_fp8_constants, gemm_push_fp8_kernel
 from titan_megamoe.kernels.pull_gemm import pull_gemm_constants, pull_gemm_kernel
 from titan_megamoe.kernels.pull_gemm_backward import pull_gemm_backward_constants, pull_gemm_backward_kernel
 from titan_megamoe.kernels.pull_gemm_fp8 import (
@@ -30,6 +31,7 @@ from titan_megamoe.kernels.tuning import (
     PULL_GEMM_BACKWARD_STAGES,
     PULL_GEMM_STAGES,
     tune_gemm_push,
+    tune_gemm_push_fp8,
     tune_pull_gemm,
     tune_pull_gemm_backward,
     tune_pull_gemm_fp8,
@@ -129,20 +131,28 @@ def test_pull_gemm_backward(shape):
     check(compiled, registers=tuning.registers, product=f"m64n{min(n, 128)}k16.f32.bf16.bf16")
 
 
+def fp8(rows: int) -> str:
+    """The signature of an e4m3 tile descriptor."""
+    return f"tensordesc<fp8e4nv[{rows}, 128],{fp8_layout(rows)!r}>"
+
+
+ROW_SCALES = f"tensordesc<fp32[1, 128],{scales_layout()!r}>"
+
+
+def skip_without_whole_blocks(dim: int, hidden_dim: int) -> None:
+    if dim % 128 or hidden_dim % 128:
+        pytest.skip(f"blocks of FP8 are 128 columns; D = {dim}, F = {hidden_dim}")
+
+
 @pytest.mark.parametrize("saves_gate_up", [False, True])
 def test_pull_gemm_fp8(shape, saves_gate_up):
     dim, hidden_dim, top_k, ep_size = shape
-    if dim % 128 or hidden_dim % 128:
-        pytest.skip(f"blocks of FP8 are 128 columns; D = {dim}, F = {hidden_dim}")
+    skip_without_whole_blocks(dim, hidden_dim)
     tuning = tune_pull_gemm_fp8(dim)
-
-    def fp8(rows: int) -> str:
-        return f"tensordesc<fp8e4nv[{rows}, 128],{fp8_layout(rows)!r}>"
-
     compiled = compile_kernel(
         pull_gemm_fp8_kernel,
         dict(pool_desc=fp8(128), half_pool_desc=fp8(64), w1_desc=fp8(128), w3_desc=fp8(128), h_desc=fp8(64))
-        | dict(scales_desc=f"tensordesc<fp32[1, 128],{scales_layout()!r}>")
+        | dict(scales_desc=ROW_SCALES)
         | dict(gate_desc=matrix(64, 64), up_desc=matrix(64, 64)),
         dict.fromkeys((PLANNED + "pull_rows_UK arrival_M").split(), "i32")
         | dict.fromkeys("w1_scales_Ebb w3_scales_Ebb h_scales_bR pool_scales_bR".split(), "fp32")
@@ -153,6 +163,21 @@ def test_pull_gemm_fp8(shape, saves_gate_up):
     )
     check(compiled, registers=tuning.registers, product="m64n128k32.f32.e4m3.e4m3")
     assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.asm["ptx"]
+
+
+def test_gemm_push_fp8(shape):
+    dim, hidden_dim, top_k, ep_size = shape
+    skip_without_whole_blocks(dim, hidden_dim)
+    tuning = tune_gemm_push_fp8(dim, hidden_dim, top_k=top_k, ep_size=ep_size)
+    compiled = compile_kernel(
+        gemm_push_fp8_kernel,
+        dict(h_desc=fp8(128), half_h_desc=fp8(64), scales_desc=ROW_SCALES, w2_desc=fp8(128), y_desc=matrix(64, 128)),
+        dict.fromkeys((PLANNED + "send_order_U pull_rows_UK done_M").split(), "i32")
+        | dict(pull_source_U="i64", pull_scores_UK="fp32", w2_scales_Ebb="fp32")
+        | dict(y_RD="bf16", out_TD="bf16", slots_addresses_P="i64"),
+        gemm_push_fp8_constants(tuning, dim=dim, hidden_dim=hidden_dim, top_k=top_k, ep_size=ep_size),
+    )
+    check(compiled, registers=tuning.registers, product="m64n128k32.f32.e4m3.e4m3")
 
 
 @pytest.mark.parametrize("is_backward", [False, True])

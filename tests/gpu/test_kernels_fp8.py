@@ -1,4 +1,4 @@
-"""``pull_gemm_fp8`` on a GPU, with virtual ranks in one process, against what the reference backend emulates."""
+"""The FP8 kernels on a GPU, with virtual ranks in one process, against what the reference backend emulates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import torch
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
 from tests.gpu.test_kernels_gemm import Layer, NAN, relative_error
-from titan_megamoe import quantize as reference
+from titan_megamoe import mega_moe, quantize as reference
+from titan_megamoe.kernels import combine
+from titan_megamoe.kernels.gemm_push_fp8 import gemm_push_fp8
+from titan_megamoe.kernels.plan_tables import PHASE_ALL_SENT
 from titan_megamoe.kernels.pull_gemm_fp8 import pull_gemm_fp8
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
@@ -22,7 +25,7 @@ class Fp8Layer(Layer):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.x = [reference.quantize_rows(x_TD) for x_TD in self.x_ND.split(self.tokens_per_rank)]
-        self.w1, self.w3 = (reference.quantize_weights(w) for w in (self.w1_EFD, self.w3_EFD))
+        self.w1, self.w2, self.w3 = map(reference.quantize_weights, (self.w1_EFD, self.w2_EDF, self.w3_EFD))
         dim, hidden_dim = self.shape.dim, self.shape.hidden_dim
 
         def fp8(*size):
@@ -69,6 +72,45 @@ class Fp8Layer(Layer):
         )
         self.workspaces[rank].check()
 
+    def gemm_push_fp8(self, rank, out_TD, **kwargs):
+        rows, mine = self.fp8_rows[rank], self.my_experts(rank)
+        if self.shape.ep_size == 1:
+            to = dict(out_TD=out_TD)
+        else:
+            to = dict(slots_addresses_P=self.workspaces[rank].addresses.slots_P, max_tokens=self.shape.max_tokens)
+        gemm_push_fp8(
+            self.plans[rank],
+            self.counters[rank],
+            h_RF=rows["h_RF"],
+            h_scales_bR=rows["h_scales_bR"],
+            w2_EDF=self.w2.values[mine],
+            w2_scales_Ebb=self.w2.scales[mine],
+            y_RD=self.rows[rank].y_RD,
+            fault=self.workspaces[rank].local.fault,
+            rank=rank,
+            deadline_seconds=2,
+            **to,
+            **kwargs,
+        )
+
+    def forward_fp8(self, **kwargs):
+        """``[N, D]``: what all ranks return, from poisoned buffers."""
+        outs = [torch.full((t, self.shape.dim), NAN, device="cuda", dtype=torch.bfloat16) for t in self.tokens_per_rank]
+        for workspace, rows in zip(self.workspaces, self.rows):
+            workspace.published.slots_PTD.fill_(NAN)
+            rows.y_RD.fill_(NAN)
+        for rank, out_TD in enumerate(outs):
+            self.pull_gemm_fp8(rank, **kwargs)
+            self.gemm_push_fp8(rank, out_TD, **kwargs)
+        if self.shape.ep_size > 1:
+            self.both(combine.signal, PHASE_ALL_SENT)
+            self.both(combine.wait, PHASE_ALL_SENT)
+            for workspace, ids_TK, out_TD in zip(self.workspaces, self.ids_NK.split(self.tokens_per_rank), outs):
+                combine.reduce_slots(workspace, ids_TK, out_TD)
+        for workspace in self.workspaces:
+            workspace.check()
+        return torch.cat(outs)
+
     def check_rank(self, rank, *, saves):
         """Rows and scales exactly; products to rounding; h to at most its neighbour in FP8."""
         self.pull_gemm_fp8(rank, saves=saves)
@@ -112,19 +154,16 @@ def test_against_the_emulation(tokens_per_rank, num_local_experts, top_k, dim, h
     layer = Fp8Layer(tokens_per_rank, num_local_experts, top_k, dim, hidden_dim)
     for rank in range(len(tokens_per_rank)):
         layer.check_rank(rank, saves=saves)
+    inputs = (layer.x_ND, layer.ids_NK, layer.scores_NK, layer.w1_EFD, layer.w2_EDF, layer.w3_EFD)
+    emulated = mega_moe(*inputs, backend="reference", precision="fp8")
+    assert relative_error(layer.forward_fp8(), emulated.double()) < 1.5e-2
 
 
 def test_bitwise_equal_on_any_number_of_sms():
     layer = Fp8Layer([1000], 16, 6, 1024, 384)
-    layer.pull_gemm_fp8(0)
-    first = layer.fp8_rows[0]["h_RF"].view(torch.uint8).clone()
-    starts, rows = layer.plans[0].expert_start_e1.tolist(), layer.plans[0].expert_rows_e.tolist()
+    first = layer.forward_fp8()
     for num_sms in (1, 7, 131):
-        layer.fp8_rows[0]["h_RF"].view(torch.uint8).fill_(0x7F)  # NaN
-        layer.pull_gemm_fp8(0, num_sms=num_sms)
-        for start, count in zip(starts, rows):
-            mine = slice(start, start + count)
-            assert torch.equal(layer.fp8_rows[0]["h_RF"].view(torch.uint8)[mine], first[mine]), num_sms
+        assert torch.equal(layer.forward_fp8(num_sms=num_sms), first), num_sms
 
 
 def test_sizes_that_have_no_whole_blocks_are_refused():

@@ -108,11 +108,7 @@ def pull_gemm_fp8(
     if saves != (up_RF is not None):
         raise ValueError(f"{name}: pass both gate_RF and up_RF, or neither.")
     check_sizes(name, num_rows, dim, hidden_dim, num_experts, top_k)
-    for size_name, size in (("D", dim), ("F", hidden_dim)):
-        if size % BLOCK.value:
-            raise ValueError(
-                f"{name}: {size_name} = {size} is not a multiple of {BLOCK.value}. Use bf16, or pad the model's."
-            )
+    check_blocks(name, dim, hidden_dim)
     blocks_d, blocks_f = dim // BLOCK.value, hidden_dim // BLOCK.value
     check_tensor(name, "pool_RD", pool_RD, (num_rows, dim), quantize.FP8)
     check_tensor(name, "pool_scales_bR", pool_scales_bR, (blocks_d, num_rows), torch.float32)
@@ -129,12 +125,12 @@ def pull_gemm_fp8(
 
     unused_desc = tile_descriptor(pool_RD.view(torch.bfloat16), HALF_M.value, HALF_N.value)
     pull_gemm_fp8_kernel[(grid_size(name, num_sms, pool_RD.device),)](
-        _fp8_descriptor(pool_RD, BLOCK_M.value),
-        _fp8_descriptor(pool_RD, HALF_M.value),
+        fp8_descriptor(pool_RD, BLOCK_M.value),
+        fp8_descriptor(pool_RD, HALF_M.value),
         TensorDescriptor.from_tensor(pool_scales_bR, [1, BLOCK_M.value], scales_layout()),
-        _fp8_descriptor(w1_EFD.view(-1, dim), BLOCK.value),
-        _fp8_descriptor(w3_EFD.view(-1, dim), BLOCK.value),
-        _fp8_descriptor(h_RF, HALF_M.value),
+        fp8_descriptor(w1_EFD.view(-1, dim), BLOCK.value),
+        fp8_descriptor(w3_EFD.view(-1, dim), BLOCK.value),
+        fp8_descriptor(h_RF, HALF_M.value),
         tile_descriptor(gate_RF, HALF_M.value, HALF_N.value) if saves else unused_desc,
         tile_descriptor(up_RF, HALF_M.value, HALF_N.value) if saves else unused_desc,
         w1_scales_Ebb,
@@ -168,7 +164,15 @@ def pull_gemm_fp8(
     )
 
 
-def _fp8_descriptor(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
+def check_blocks(name: str, dim: int, hidden_dim: int) -> None:
+    for size_name, size in (("D", dim), ("F", hidden_dim)):
+        if size % BLOCK.value:
+            raise ValueError(
+                f"{name}: {size_name} = {size} is not a multiple of {BLOCK.value}. Use bf16, or pad the model's."
+            )
+
+
+def fp8_descriptor(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
     """How the copy engine reads or writes tiles of BLOCK columns."""
     return TensorDescriptor.from_tensor(matrix, [rows, BLOCK.value], fp8_layout(rows))
 

@@ -6,7 +6,7 @@ Shape suffixes are those of ``plan_tables.py``.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 COMM_WARPS = 4
 """Communication warps in a CTA: a whole warpgroup, since registers are set per warpgroup."""
@@ -123,6 +123,12 @@ def tune_gemm_push(dim: int, hidden_dim: int, *, top_k: int, ep_size: int) -> Ge
         routes=routes,
         columns=min(columns, _next_power_of_2(dim)),
     )
+
+
+def tune_gemm_push_fp8(dim: int, hidden_dim: int, *, top_k: int, ep_size: int) -> GemmPushTuning:
+    """As :func:`tune_gemm_push`. A stage holds 128 columns of 128 rows of h and of W2, in FP8."""
+    tuning = tune_gemm_push(dim, hidden_dim, top_k=top_k, ep_size=ep_size)
+    return replace(tuning, block_n=128, stages=6, last_tiles=dim // 128 // 2 if tuning.last_tiles else 0)
 
 
 def _widest(stages: dict[int, int], extent: int, name: str) -> int:
