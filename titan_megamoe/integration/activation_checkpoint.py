@@ -5,7 +5,7 @@ forward computed. So full checkpointing saves the router's top-k (12 bytes a rou
 does that already, saves ``mega_moe``'s outputs, its routing plan among them.
 
 Full checkpointing also stops recomputing a block as soon as all that backward needs is there. TorchTitan's does not, which
-makes no difference to its own blocks, but ``mega_moe`` then need not compute its output again.
+matters little to its own blocks; ``mega_moe`` then need not compute its output again.
 """
 
 from __future__ import annotations
