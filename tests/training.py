@@ -37,17 +37,25 @@ def options(assets: Path, dump_folder: Path, settings: dict) -> list[str]:
 
 
 def run_jobs(
-    runs: list[list[str]], *, ranks: int, folder: Path, keep_gradients: bool = False, fp32: bool = False
+    runs: list[list[str]],
+    *,
+    ranks: int,
+    folder: Path,
+    keep_gradients: bool = False,
+    fp32: bool = False,
+    one_gpu: bool = False,
 ) -> list[Run]:
     """Run each command line in turn on the same ``ranks`` processes; raises with their output if one fails.
 
-    ``fp32`` computes everything in fp32, the experts' GEMMs too, so that runs can be compared closely.
+    ``fp32`` computes everything in fp32, the experts' GEMMs too, so that runs can be compared closely. ``one_gpu``: all ranks
+    share a GPU.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if fp32:
         runs = [[*argv, "--training.mixed_precision_param", "float32"] for argv in runs]
     jobs_file = folder / "jobs.json"
-    jobs_file.write_text(json.dumps({"runs": runs, "keep_gradients": keep_gradients, "fp32": fp32}))
+    jobs = {"runs": runs, "keep_gradients": keep_gradients, "fp32": fp32, "one_gpu": one_gpu}
+    jobs_file.write_text(json.dumps(jobs))
     result = torchrun(ranks, str(REPOSITORY / "tests" / "training_worker.py"), str(jobs_file), str(folder))
     if result.returncode != 0:
         raise AssertionError(f"training failed:\n{result.stdout[-3000:]}\n{result.stderr[-6000:]}")

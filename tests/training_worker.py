@@ -1,6 +1,6 @@
 """One rank of several training runs in a row: ``torchrun tests/training_worker.py jobs.json results_folder``.
 
-``jobs.json`` is ``{"runs": [command line, ...], "keep_gradients": bool, "fp32": bool}``. Each run goes through the real
+``jobs.json`` is ``{"runs": [command line, ...], "keep_gradients": bool, "fp32": bool, "one_gpu": bool}``. Each run goes through the real
 configuration and trainer; its losses, gradient norms and first-step gradients are kept in full precision, which the log
 lines are not.
 """
@@ -22,6 +22,7 @@ import torch.distributed as dist  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torchtitan.tools.logging import init_logger  # noqa: E402
 
+from titan_megamoe.bench import one_gpu  # noqa: E402
 from titan_megamoe.config import loader  # noqa: E402
 from titan_megamoe.integration import datasets  # noqa: E402
 
@@ -87,6 +88,8 @@ def init_process_group_once() -> None:
 
 def main() -> None:
     jobs, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    if jobs["one_gpu"]:
+        os.environ.update(one_gpu.environment(int(os.environ["RANK"])))
     init_logger()
     datasets.register()
     torch.set_num_threads(1)
