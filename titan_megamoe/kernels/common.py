@@ -169,6 +169,49 @@ def finish_tile(ring_empty, count):
 
 
 @gluon.jit
+def make_pipeline(STAGES: gl.constexpr, STAGE_READERS: gl.constexpr, RING_READERS: gl.constexpr):
+    """The barriers of the stages, which so many consumers empty, and the work ring, which so many roles read.
+
+    Returns ``(stage_full, stage_empty), (ring, ring_full, ring_empty)``.
+    """
+    ring = gl.allocate_shared_memory(gl.int64, [RING_SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    stage_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    stage_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ring_full = gl.allocate_shared_memory(gl.int64, [RING_SLOTS, 1], mbarrier.MBarrierLayout())
+    ring_empty = gl.allocate_shared_memory(gl.int64, [RING_SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(stage_full.index(i), count=1)
+        mbarrier.init(stage_empty.index(i), count=STAGE_READERS)
+    for i in gl.static_range(RING_SLOTS):
+        mbarrier.init(ring_full.index(i), count=1)
+        mbarrier.init(ring_empty.index(i), count=RING_READERS)
+    return (stage_full, stage_empty), (ring, ring_full, ring_empty)
+
+
+@gluon.jit
+def skip_steps(stages, step, num_steps, STAGES: gl.constexpr):
+    """Consumer of a tile that has nothing in its half: leave the tensor cores to the other one. Returns the step after."""
+    stage_full, stage_empty = stages
+    for _ in range(num_steps):
+        mbarrier.wait(stage_full.index(step % STAGES), (step // STAGES) & 1)
+        mbarrier.arrive(stage_empty.index(step % STAGES), count=1)
+        step += 1
+    return step
+
+
+@gluon.jit
+def load_tile_rows(desc, half_desc, at, rows, full, buffer, OTHER_BYTES: gl.constexpr):
+    """Producer: load a step's columns of a tile's rows, of which the second half may not be there, and have ``full`` expect
+    them and OTHER_BYTES more."""
+    if rows > HALF_M:
+        mbarrier.expect(full, OTHER_BYTES + desc.block_type.nbytes)
+        async_load(desc, at, full, buffer)
+    else:
+        mbarrier.expect(full, OTHER_BYTES + half_desc.block_type.nbytes)
+        async_load(half_desc, at, full, buffer.slice(0, HALF_M))
+
+
+@gluon.jit
 def tile_in_turn(index, tile_expert_M, expert_start_e1, EP_SIZE: gl.constexpr):
     """The row tile to compute as the ``index``-th: expert after expert, and in an expert the owner ranks take turns.
 

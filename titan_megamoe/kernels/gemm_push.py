@@ -58,8 +58,10 @@ from .common import (
     grid_size,
     HALF_M,
     idle,
+    load_tile_rows,
+    make_pipeline,
     receive_tile,
-    RING_SLOTS,
+    skip_steps,
     tile_descriptor,
     unpack_tile,
 )
@@ -389,12 +391,7 @@ def _load_step(
     full = stage_full.index(stage)
     a_buf = a_bufs.index(stage)
     at = [m * BLOCK_M, k * BLOCK_K]
-    if rows > HALF_M:
-        mbarrier.expect(full, b_desc.block_type.nbytes + a_desc.block_type.nbytes)
-        async_load(a_desc, at, full, a_buf)
-    else:
-        mbarrier.expect(full, b_desc.block_type.nbytes + half_a_desc.block_type.nbytes)
-        async_load(half_a_desc, at, full, a_buf.slice(0, HALF_M))
+    load_tile_rows(a_desc, half_a_desc, at, rows, full, a_buf, b_desc.block_type.nbytes)
     if BACKWARD:
         async_load(b_desc, [expert * HIDDEN + k * BLOCK_K, n * BLOCK_N], full, b_bufs.index(stage))
     else:
@@ -447,11 +444,7 @@ def _multiply(
             y_buf.store(y.to(gl.bfloat16))
             fence_async_shared()
         else:
-            # The tile has no rows in this half: leave the tensor cores to the other one.
-            for k in range(NUM_STEPS):
-                mbarrier.wait(stage_full.index(step % STAGES), (step // STAGES) & 1)
-                mbarrier.arrive(stage_empty.index(step % STAGES), count=1)
-                step += 1
+            step = skip_steps(stages, step, NUM_STEPS, STAGES)
             finish_tile(ring_empty, count)
             await_turn(HALF, turns, count)
         mbarrier.arrive(y_full.index(HALF), count=1)
@@ -534,27 +527,15 @@ def gemm_push_kernel(
     a_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
     b_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES] + B_SHAPE, b_desc.layout)
     y_buf = gl.allocate_shared_memory(gl.bfloat16, [HALF_M, BLOCK_N], y_desc.layout)
-    ring = gl.allocate_shared_memory(gl.int64, [RING_SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    stage_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    stage_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ring_full = gl.allocate_shared_memory(gl.int64, [RING_SLOTS, 1], mbarrier.MBarrierLayout())
-    ring_empty = gl.allocate_shared_memory(gl.int64, [RING_SLOTS, 1], mbarrier.MBarrierLayout())
+    stages, tiles = make_pipeline(STAGES, 2, 4)  # both consumers, the producer and the store warp
     y_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(stage_full.index(i), count=1)
-        mbarrier.init(stage_empty.index(i), count=2)  # both consumers
-    for i in gl.static_range(RING_SLOTS):
-        mbarrier.init(ring_full.index(i), count=1)
-        mbarrier.init(ring_empty.index(i), count=4)  # both consumers, the producer and the store warp
     for i in gl.static_range(2):
         mbarrier.init(y_full.index(i), count=1)
         mbarrier.init(turns.index(i), count=1)
 
     descs = (a_desc, half_a_desc, b_desc, next_a_desc, next_half_a_desc, next_b_desc)
     operands = (a_bufs, b_bufs)
-    stages = (stage_full, stage_empty)
-    tiles = (ring, ring_full, ring_empty)
     consumer = (operands, y_buf, turns, y_full, stages, tiles)
     planned = (sizes, expert_start_e1, tile_expert_M, tile_rows_M)
     stored = (y_desc, y_buf, turns, y_full, done_M)

@@ -35,8 +35,10 @@ from .common import (
     grid_size,
     HALF_M,
     idle,
+    load_tile_rows,
+    make_pipeline,
     receive_tile,
-    RING_SLOTS,
+    skip_steps,
     tile_descriptor,
     unpack_tile,
 )
@@ -171,12 +173,7 @@ def _load(descs, operands, stages, tiles, DIM: gl.constexpr, HIDDEN: gl.constexp
             mbarrier.wait(stage_empty.index(stage), ((step // STAGES) & 1) ^ 1)
             full = stage_full.index(stage)
             h_buf = h_bufs.index(stage)
-            if rows > HALF_M:
-                mbarrier.expect(full, OTHER_BYTES + h_desc.block_type.nbytes)
-                async_load(h_desc, [row, k * BLOCK], full, h_buf)
-            else:
-                mbarrier.expect(full, OTHER_BYTES + half_h_desc.block_type.nbytes)
-                async_load(half_h_desc, [row, k * BLOCK], full, h_buf.slice(0, HALF_M))
+            load_tile_rows(h_desc, half_h_desc, [row, k * BLOCK], rows, full, h_buf, OTHER_BYTES)
             async_load(scales_desc, [k, row], full, scales_bufs.index(stage))
             async_load(w2_desc, [expert * DIM + n * BLOCK, k * BLOCK], full, w2_bufs.index(stage))
             step += 1
@@ -230,11 +227,7 @@ def _multiply(
             y_buf.store(y.to(gl.bfloat16))
             fence_async_shared()
         else:
-            # The tile has no rows in this half: leave the tensor cores to the other one.
-            for k in range(NUM_STEPS):
-                mbarrier.wait(stage_full.index(step % STAGES), (step // STAGES) & 1)
-                mbarrier.arrive(stage_empty.index(step % STAGES), count=1)
-                step += 1
+            step = skip_steps(stages, step, NUM_STEPS, STAGES)
             finish_tile(ring_empty, count)
             await_turn(HALF, turns, count)
         mbarrier.arrive(y_full.index(HALF), count=1)
@@ -308,27 +301,15 @@ def gemm_push_fp8_kernel(
     scales_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], scales_desc.layout)
     w2_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK, BLOCK], w2_desc.layout)
     y_buf = gl.allocate_shared_memory(gl.bfloat16, [HALF_M, BLOCK], y_desc.layout)
-    ring = gl.allocate_shared_memory(gl.int64, [RING_SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    stage_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    stage_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ring_full = gl.allocate_shared_memory(gl.int64, [RING_SLOTS, 1], mbarrier.MBarrierLayout())
-    ring_empty = gl.allocate_shared_memory(gl.int64, [RING_SLOTS, 1], mbarrier.MBarrierLayout())
+    stages, tiles = make_pipeline(STAGES, 2, 4)  # both consumers, the producer and the store warp
     y_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(stage_full.index(i), count=1)
-        mbarrier.init(stage_empty.index(i), count=2)  # both consumers
-    for i in gl.static_range(RING_SLOTS):
-        mbarrier.init(ring_full.index(i), count=1)
-        mbarrier.init(ring_empty.index(i), count=4)  # both consumers, the producer and the store warp
     for i in gl.static_range(2):
         mbarrier.init(y_full.index(i), count=1)
         mbarrier.init(turns.index(i), count=1)
 
     descs = (h_desc, half_h_desc, scales_desc, w2_desc)
     operands = (h_bufs, scales_bufs, w2_bufs)
-    stages = (stage_full, stage_empty)
-    tiles = (ring, ring_full, ring_empty)
     consumer = (operands, y_buf, turns, y_full, stages, tiles)
     planned = (sizes, expert_start_e1, tile_expert_M, tile_rows_M)
     stored = (y_desc, y_buf, turns, y_full, done_M)

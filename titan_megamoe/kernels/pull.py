@@ -149,8 +149,8 @@ def _pull_scales(
 
 @gluon.jit
 def _zero_padding(pulled, DIM: gl.constexpr, COLUMNS: gl.constexpr):
-    """Zero the padding that the weight gradients will multiply: they take HALF_M rows at a time, and what was in memory
-    may be NaN. Nobody in this kernel waits for it."""
+    """Zero the padding that the weight gradients may multiply: they take several rows at a time, a divisor of HALF_M, and what
+    was in memory may be NaN. Nobody in this kernel waits for it."""
     sizes, tile_rows_M, _, _, pool_RD, _, _, _, queue = pulled
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     column_c = gl.arange(0, COLUMNS, layout=layout)

@@ -47,8 +47,10 @@ from .common import (
     finish_tile,
     grid_size,
     HALF_M,
+    load_tile_rows,
+    make_pipeline,
     receive_tile,
-    RING_SLOTS,
+    skip_steps,
     tile_descriptor,
     unpack_tile,
 )
@@ -202,12 +204,7 @@ def _load(
             mbarrier.wait(stage_empty.index(stage), ((step // STAGES) & 1) ^ 1)
             full = stage_full.index(stage)
             pool_buf = pool_bufs.index(stage)
-            if rows > HALF_M:
-                mbarrier.expect(full, WEIGHT_BYTES + pool_desc.block_type.nbytes)
-                async_load(pool_desc, [row, k * BLOCK_K], full, pool_buf)
-            else:
-                mbarrier.expect(full, WEIGHT_BYTES + half_pool_desc.block_type.nbytes)
-                async_load(half_pool_desc, [row, k * BLOCK_K], full, pool_buf.slice(0, HALF_M))
+            load_tile_rows(pool_desc, half_pool_desc, [row, k * BLOCK_K], rows, full, pool_buf, WEIGHT_BYTES)
             async_load(w1_desc, [weight_row, k * BLOCK_K], full, w1_bufs.index(stage))
             async_load(w3_desc, [weight_row, k * BLOCK_K], full, w3_bufs.index(stage))
             step += 1
@@ -265,11 +262,7 @@ def _multiply(
                 _write(up, up_desc, out_buf, row, column)
             _write(gate / (1.0 + gl.exp(-gate)) * up, h_desc, out_buf, row, column)
         else:
-            # The tile has no rows in this half: leave the tensor cores to the other one.
-            for k in range(NUM_STEPS):
-                mbarrier.wait(stage_full.index(step % STAGES), (step // STAGES) & 1)
-                mbarrier.arrive(stage_empty.index(step % STAGES), count=1)
-                step += 1
+            step = skip_steps(stages, step, NUM_STEPS, STAGES)
             finish_tile(ring_empty, count)
         count += 1
         tile = receive_tile(ring, ring_full, count)
@@ -327,21 +320,9 @@ def pull_gemm_kernel(
     w1_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_N, BLOCK_K], w1_desc.layout)
     w3_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_N, BLOCK_K], w3_desc.layout)
     out_bufs = gl.allocate_shared_memory(gl.bfloat16, [2, HALF_M, BLOCK_N], h_desc.layout)
-    ring = gl.allocate_shared_memory(gl.int64, [RING_SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    stage_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    stage_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ring_full = gl.allocate_shared_memory(gl.int64, [RING_SLOTS, 1], mbarrier.MBarrierLayout())
-    ring_empty = gl.allocate_shared_memory(gl.int64, [RING_SLOTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(stage_full.index(i), count=1)
-        mbarrier.init(stage_empty.index(i), count=2)  # both consumers
-    for i in gl.static_range(RING_SLOTS):
-        mbarrier.init(ring_full.index(i), count=1)
-        mbarrier.init(ring_empty.index(i), count=3)  # both consumers and the producer
+    stages, tiles = make_pipeline(STAGES, 2, 3)  # both consumers and the producer
 
     operands = (pool_bufs, w1_bufs, w3_bufs)
-    stages = (stage_full, stage_empty)
-    tiles = (ring, ring_full, ring_empty)
     outputs = (h_desc, gate_desc, up_desc, out_bufs)
     descs = (pool_desc, half_pool_desc, w1_desc, w3_desc)
     # No scores are wanted: any pointers stand in for the tables of scores.

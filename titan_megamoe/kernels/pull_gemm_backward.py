@@ -43,8 +43,10 @@ from .common import (
     grid_size,
     HALF_M,
     idle,
+    load_tile_rows,
+    make_pipeline,
     receive_tile,
-    RING_SLOTS,
+    skip_steps,
     tile_descriptor,
     unpack_tile,
 )
@@ -207,12 +209,9 @@ def _load(
             mbarrier.wait(stage_empty.index(stage), ((step // STAGES) & 1) ^ 1)
             full = stage_full.index(stage)
             dout_buf = dout_bufs.index(stage)
-            if rows > HALF_M:
-                mbarrier.expect(full, w2_desc.block_type.nbytes + dout_desc.block_type.nbytes)
-                async_load(dout_desc, [row, k * BLOCK_K], full, dout_buf)
-            else:
-                mbarrier.expect(full, w2_desc.block_type.nbytes + half_dout_desc.block_type.nbytes)
-                async_load(half_dout_desc, [row, k * BLOCK_K], full, dout_buf.slice(0, HALF_M))
+            load_tile_rows(
+                dout_desc, half_dout_desc, [row, k * BLOCK_K], rows, full, dout_buf, w2_desc.block_type.nbytes
+            )
             async_load(w2_desc, [expert * DIM + k * BLOCK_K, n * BLOCK_N], full, w2_bufs.index(stage))
             step += 1
         finish_tile(ring_empty, count)
@@ -356,11 +355,7 @@ def _multiply(
             gl.store(dscore_parts_NR + n.to(gl.int64) * num_rows + row_r, dscore_r, mask=is_row_r)
             num_done += 1
         else:
-            # The tile has no rows in this half: leave the tensor cores to the other one.
-            for k in range(NUM_STEPS):
-                mbarrier.wait(stage_full.index(step % STAGES), (step // STAGES) & 1)
-                mbarrier.arrive(stage_empty.index(step % STAGES), count=1)
-                step += 1
+            step = skip_steps(stages, step, NUM_STEPS, STAGES)
             finish_tile(ring_empty, count)
         count += 1
         tile = receive_tile(ring, ring_full, count)
@@ -411,26 +406,14 @@ def pull_gemm_backward_kernel(
     dout_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_K], dout_desc.layout)
     w2_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_K, BLOCK_N], w2_desc.layout)
     bufs = gl.allocate_shared_memory(gl.bfloat16, [2 * (BLOCK_N // PART_N) * 3, HALF_M, PART_N], gate_desc.layout)
-    ring = gl.allocate_shared_memory(gl.int64, [RING_SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    stage_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    stage_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ring_full = gl.allocate_shared_memory(gl.int64, [RING_SLOTS, 1], mbarrier.MBarrierLayout())
-    ring_empty = gl.allocate_shared_memory(gl.int64, [RING_SLOTS, 1], mbarrier.MBarrierLayout())
+    stages, tiles = make_pipeline(STAGES, 2, 4)  # both consumers and the two warps that load
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(stage_full.index(i), count=1)
-        mbarrier.init(stage_empty.index(i), count=2)  # both consumers
-    for i in gl.static_range(RING_SLOTS):
-        mbarrier.init(ring_full.index(i), count=1)
-        mbarrier.init(ring_empty.index(i), count=4)  # both consumers and the two warps that load
     for i in gl.static_range(2):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
 
     operands = (dout_bufs, w2_bufs)
-    stages = (stage_full, stage_empty)
-    tiles = (ring, ring_full, ring_empty)
     descs = (dout_desc, half_dout_desc, w2_desc)
     activations = (gate_desc, up_desc, bufs, full, empty)
     outputs = (dgate_desc, dup_desc, scaled_h_desc, bufs, full, empty)

@@ -41,8 +41,10 @@ from .common import (
     finish_tile,
     grid_size,
     HALF_M,
+    load_tile_rows,
+    make_pipeline,
     receive_tile,
-    RING_SLOTS,
+    skip_steps,
     tile_descriptor,
     unpack_tile,
 )
@@ -232,12 +234,7 @@ def _load(descs, operands, stages, tiles, DIM: gl.constexpr, HIDDEN: gl.constexp
             mbarrier.wait(stage_empty.index(stage), ((step // STAGES) & 1) ^ 1)
             full = stage_full.index(stage)
             pool_buf = pool_bufs.index(stage)
-            if rows > HALF_M:
-                mbarrier.expect(full, OTHER_BYTES + pool_desc.block_type.nbytes)
-                async_load(pool_desc, [row, k * BLOCK], full, pool_buf)
-            else:
-                mbarrier.expect(full, OTHER_BYTES + half_pool_desc.block_type.nbytes)
-                async_load(half_pool_desc, [row, k * BLOCK], full, pool_buf.slice(0, HALF_M))
+            load_tile_rows(pool_desc, half_pool_desc, [row, k * BLOCK], rows, full, pool_buf, OTHER_BYTES)
             async_load(scales_desc, [k, row], full, scales_bufs.index(stage))
             async_load(w1_desc, [weight_row, k * BLOCK], full, w1_bufs.index(stage))
             async_load(w3_desc, [weight_row, k * BLOCK], full, w3_bufs.index(stage))
@@ -323,11 +320,7 @@ def _multiply(
             to_r = h_scales_bR + n.to(gl.int64) * num_rows + m * BLOCK_M + row_in_tile_r
             gl.store(to_r, amax_r / _FP8_MAX, mask=row_in_tile_r < rows)
         else:
-            # The tile has no rows in this half: leave the tensor cores to the other one.
-            for k in range(NUM_STEPS):
-                mbarrier.wait(stage_full.index(step % STAGES), (step // STAGES) & 1)
-                mbarrier.arrive(stage_empty.index(step % STAGES), count=1)
-                step += 1
+            step = skip_steps(stages, step, NUM_STEPS, STAGES)
             finish_tile(ring_empty, count)
         count += 1
         tile = receive_tile(ring, ring_full, count)
@@ -402,21 +395,9 @@ def pull_gemm_fp8_kernel(
     w3_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK, BLOCK], w3_desc.layout)
     h_bufs = gl.allocate_shared_memory(gl.float8e4nv, [2, HALF_M, BLOCK], h_desc.layout)
     out_bufs = gl.allocate_shared_memory(gl.bfloat16, [2, HALF_M, HALF_N], gate_desc.layout)
-    ring = gl.allocate_shared_memory(gl.int64, [RING_SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    stage_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    stage_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ring_full = gl.allocate_shared_memory(gl.int64, [RING_SLOTS, 1], mbarrier.MBarrierLayout())
-    ring_empty = gl.allocate_shared_memory(gl.int64, [RING_SLOTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(stage_full.index(i), count=1)
-        mbarrier.init(stage_empty.index(i), count=2)  # both consumers
-    for i in gl.static_range(RING_SLOTS):
-        mbarrier.init(ring_full.index(i), count=1)
-        mbarrier.init(ring_empty.index(i), count=3)  # both consumers and the producer
+    stages, tiles = make_pipeline(STAGES, 2, 3)  # both consumers and the producer
 
     operands = (pool_bufs, scales_bufs, w1_bufs, w3_bufs)
-    stages = (stage_full, stage_empty)
-    tiles = (ring, ring_full, ring_empty)
     outputs = (h_desc, gate_desc, up_desc, h_bufs, out_bufs)
     descs = (pool_desc, half_pool_desc, scales_desc, w1_desc, w3_desc)
     tables = (pull_source_U, pull_rows_UK, pull_rows_UK)

@@ -51,8 +51,10 @@ from .common import (
     HALF_M,
     hand_out,
     idle,
+    make_pipeline,
     receive_tile,
     RING_SLOTS,
+    skip_steps,
     STOP,
     tile_descriptor,
 )
@@ -350,10 +352,7 @@ def _multiply(
             fence_async_shared()
         else:
             # Nothing to compute in this half: leave the tensor cores to the other one.
-            for k in range(steps):
-                mbarrier.wait(stage_full.index(step % STAGES), (step // STAGES) & 1)
-                mbarrier.arrive(stage_empty.index(step % STAGES), count=1)
-                step += 1
+            step = skip_steps(stages, step, steps, STAGES)
             finish_tile(ring_empty, count)
             mbarrier.wait(turns.index(HALF), count & 1)
         mbarrier.arrive(dw_full.index(HALF), count=1)
@@ -438,29 +437,16 @@ def weight_gradients_kernel(
     left_bufs = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, STEP, HALF_M], dgate_desc.layout)
     right_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, STEP, BLOCK_N], x_desc.layout)
     dw_buf = gl.allocate_shared_memory(gl.bfloat16, [HALF_M, BLOCK_N], dw1_desc.layout)
-    scalar_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    ring = gl.allocate_shared_memory(gl.int64, [RING_SLOTS, 1], scalar_layout)
-    first_rows = gl.allocate_shared_memory(gl.int32, [RING_SLOTS, 1], scalar_layout)
-    stage_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    stage_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ring_full = gl.allocate_shared_memory(gl.int64, [RING_SLOTS, 1], mbarrier.MBarrierLayout())
-    ring_empty = gl.allocate_shared_memory(gl.int64, [RING_SLOTS, 1], mbarrier.MBarrierLayout())
+    first_rows = gl.allocate_shared_memory(gl.int32, [RING_SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    stages, tiles = make_pipeline(STAGES, 2, 4)  # both consumers, the producer and the store warp
     dw_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(stage_full.index(i), count=1)
-        mbarrier.init(stage_empty.index(i), count=2)  # both consumers
-    for i in gl.static_range(RING_SLOTS):
-        mbarrier.init(ring_full.index(i), count=1)
-        mbarrier.init(ring_empty.index(i), count=4)  # both consumers, the producer and the store warp
     for i in gl.static_range(2):
         mbarrier.init(dw_full.index(i), count=1)
         mbarrier.init(turns.index(i), count=1)
 
     descs = (x_desc, dout_desc, dgate_desc, dup_desc, scaled_h_desc)
     operands = (left_bufs, right_bufs)
-    stages = (stage_full, stage_empty)
-    tiles = (ring, ring_full, ring_empty)
     planned = (expert_start_e1, expert_rows_e)
     consumer = (operands, turns, dw_buf, dw_full, stages, tiles)
     dw_descs = (dw1_desc, dw3_desc, dw2_desc)
