@@ -104,6 +104,8 @@ def main() -> None:
             "measured_steps": [FIRST_MEASURED_STEP, arguments.steps],
             "runs": results,
         }
+        if arguments.one_gpu:
+            document["remark"] = "All ranks share one GPU: losses count, times do not"
         arguments.out.write_text(json.dumps(document, indent=1) + "\n")
 
 

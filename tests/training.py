@@ -65,7 +65,8 @@ def run_jobs(
 def torchrun(ranks: int, *arguments: str, timeout: float = 600) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--rdzv_backend=c10d"]
     command += ["--rdzv_endpoint=localhost:0", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     return subprocess.run(
         command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=timeout, errors="replace"
     )

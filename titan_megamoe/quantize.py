@@ -64,9 +64,12 @@ def quantize_columns(x_RI: torch.Tensor, experts: Iterable[slice]) -> torch.Tens
 def _quantize(x: torch.Tensor, block: tuple[int, int]) -> Blocks:
     x = x.float()
     amax = _block_amax(x.abs(), block).clamp(min=MIN_AMAX)  # clamp and amax keep NaN
-    inverse = _spread(FP8_MAX / amax, block, x.shape)
+    largest = torch.full_like(
+        amax, FP8_MAX
+    )  # a tensor: dividing by (or into) a number, PyTorch multiplies by a reciprocal
+    inverse = _spread(largest / amax, block, x.shape)
     values = (x * inverse).clamp(-FP8_MAX, FP8_MAX).to(FP8)
-    return Blocks(values=values, scales=amax / FP8_MAX, block=block)
+    return Blocks(values=values, scales=amax / largest, block=block)
 
 
 def _block_amax(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:

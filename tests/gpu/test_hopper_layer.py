@@ -236,7 +236,12 @@ def check_layer(rank, tokens_per_rank, dim, hidden, experts, top_k, hot, seed) -
     wanted = [t[mine] for t in expected[:3]] + [t[held] for t in expected[3:]]
     for name, a, b in zip(NAMES, actual, wanted):
         assert a.shape == b.shape
-        if b.numel() and b.norm() > 0:
+        if name == "scores":
+            # A rank may have one token, and a score's gradient is a sum that may cancel: all ranks' are compared together.
+            squares = torch.stack([(a.double() - b).square().sum(), b.square().sum()])
+            dist.all_reduce(squares)
+            assert (squares[0] / squares[1]).sqrt() < BF16_BOUND, f"case {seed}: {name}"
+        elif b.numel() and b.norm() > 0:
             assert relative_error(a, b) < BF16_BOUND, f"case {seed}, rank {rank}: {name}"
         else:
             assert torch.equal(a, torch.zeros_like(a)), f"case {seed}, rank {rank}: {name}"

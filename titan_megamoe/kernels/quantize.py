@@ -52,12 +52,13 @@ def quantize_weights(
     """Quantise each 128 x 128 elements of an expert's matrix.
 
     Args:
-        w_EIJ: ``[E, I, J]`` bf16 or fp32, contiguous.
+        w_EIJ: ``[E, I, J]`` bf16, contiguous. (From fp32, Triton 3.6 puts some transposed values in the wrong places.)
         values_EIJ, transposed_EJI: e4m3, written: the same values in both orientations.
         scales_Ebb: fp32 ``[E, I / 128, J / 128]``, each rounded up, written; the other orientation's are its transpose.
     """
     num_experts, rows, columns = w_EIJ.shape
     blocks = triton.cdiv(rows, quantize.BLOCK), triton.cdiv(columns, quantize.BLOCK)
+    _check("w_EIJ", w_EIJ, (num_experts, rows, columns), torch.bfloat16)
     _check("values_EIJ", values_EIJ, (num_experts, rows, columns), quantize.FP8)
     _check("transposed_EJI", transposed_EJI, (num_experts, columns, rows), quantize.FP8)
     _check("scales_Ebb", scales_Ebb, (num_experts, *blocks), torch.float32)
