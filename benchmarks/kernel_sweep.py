@@ -33,7 +33,7 @@ from titan_megamoe import quantize
 from titan_megamoe.bench.environment import describe_environment
 from titan_megamoe.kernels import combine
 from titan_megamoe.kernels.gemm_push import gemm_push, gemm_push_backward
-from titan_megamoe.kernels.gemm_push_fp8 import gemm_push_fp8
+from titan_megamoe.kernels.gemm_push_fp8 import gemm_push_backward_fp8, gemm_push_fp8
 from titan_megamoe.kernels.plan import build_kernel_plan, read_sizes
 from titan_megamoe.kernels.plan_tables import (
     BackwardRows,
@@ -48,6 +48,7 @@ from titan_megamoe.kernels.plan_tables import (
 )
 from titan_megamoe.kernels.pull_gemm import pull_gemm
 from titan_megamoe.kernels.pull_gemm_backward import pull_gemm_backward
+from titan_megamoe.kernels.pull_gemm_backward_fp8 import pull_gemm_backward_fp8
 from titan_megamoe.kernels.pull_gemm_fp8 import pull_gemm_fp8
 from titan_megamoe.kernels.tuning import (
     tune_gemm_push,
@@ -66,6 +67,9 @@ SHAPES = {
     "qwen3-30b-ep8": LayerShape(ep_size=8, num_local_experts=16, **QWEN3_30B),
     "qwen3-235b-ep8": LayerShape(ep_size=8, num_local_experts=16, **QWEN3_235B),
 }
+BACKWARD_ROWS = ("gate_RF", "up_RF", "row_scores_R", "dgate_RF", "dup_RF", "scaled_h_RF")
+"""What both variants of ``pull_gemm_backward`` read and write."""
+
 RANK = 3
 """Whose kernels run, modulo the ranks."""
 
@@ -176,7 +180,7 @@ class Layer:
         )
 
     def pull_gemm_backward(self, plan=None) -> None:
-        names = ("gate_RF", "up_RF", *(field.name for field in fields(BackwardRows) if field.name != "dx_RD"))
+        names = (*BACKWARD_ROWS, "dout_RD", "dscore_parts_NR")
         pull_gemm_backward(
             plan or self.plan,
             self.counters,
@@ -229,10 +233,28 @@ class Layer:
             h_RF=torch.empty(num_rows, self.shape.hidden_dim, device="cuda", dtype=quantize.FP8),
             h_scales_bR=torch.empty(self.shape.hidden_dim // quantize.BLOCK, num_rows, device="cuda"),
         )
-        self.fp8_addresses = [
-            torch.tensor([getattr(b, name).data_ptr() for b in blocks], device="cuda") for name in ("values", "scales")
-        ]
         self.fp8_weights = [quantize.quantize_weights(w) for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)]
+        self.fp8_transposed = [weight.values.transpose(1, 2).contiguous() for weight in self.fp8_weights]
+        dout_blocks = [quantize.quantize_rows(dout_TD) for dout_TD in self.dout_NTD]
+        self._fp8_dout = dout_blocks
+        hidden_RF, hidden_scales_bR = self.fp8["h_RF"], self.fp8["h_scales_bR"]
+        self.fp8_backward = dict(
+            dout_RD=torch.empty_like(self.fp8["pool_RD"]),
+            dout_scales_bR=torch.empty_like(self.fp8["pool_scales_bR"]),
+            dgate_fp8_RF=torch.empty_like(hidden_RF),
+            dgate_scales_bR=torch.empty_like(hidden_scales_bR),
+            dup_fp8_RF=torch.empty_like(hidden_RF),
+            dup_scales_bR=torch.empty_like(hidden_scales_bR),
+            dscore_parts_NR=torch.empty_like(hidden_scales_bR),
+        )
+
+        def addresses(blocks: list[quantize.Blocks]) -> list[torch.Tensor]:
+            return [
+                torch.tensor([getattr(b, name).data_ptr() for b in blocks], device="cuda")
+                for name in ("values", "scales")
+            ]
+
+        self.fp8_addresses, self.fp8_dout_addresses = addresses(blocks), addresses(dout_blocks)
 
     def pull_gemm_fp8(self, plan=None, *, saves: bool = False) -> None:
         (w1, _, w3), (x_P, x_scales_P) = self.fp8_weights, self.fp8_addresses
@@ -266,6 +288,48 @@ class Layer:
             w2_EDF=self.fp8_weights[1].values,
             w2_scales_Ebb=self.fp8_weights[1].scales,
             y_RD=self.rows.y_RD,
+            fault=self.workspace.local.fault,
+            rank=self.rank,
+            deadline_seconds=2,
+            **to,
+        )
+
+    def pull_gemm_backward_fp8(self, plan=None) -> None:
+        dout_P, dout_scales_P = self.fp8_dout_addresses
+        pull_gemm_backward_fp8(
+            plan or self.plan,
+            self.counters,
+            dout_addresses_P=dout_P,
+            dout_scales_addresses_P=dout_scales_P,
+            w2t_EFD=self.fp8_transposed[1],
+            w2_scales_Ebb=self.fp8_weights[1].scales,
+            fault=self.workspace.local.fault,
+            rank=self.rank,
+            deadline_seconds=2,
+            **{name: getattr(self.rows, name) for name in BACKWARD_ROWS},
+            **self.fp8_backward,
+        )
+
+    def gemm_push_backward_fp8(self, plan=None) -> None:
+        addresses, rows = self.workspace.addresses, self.fp8_backward
+        if self.shape.ep_size == 1:
+            to = dict(dx_TD=self.out_TD, dscores_TK=self.dscores_TK)
+        else:
+            to = dict(slots_addresses_P=addresses.slots_P, score_slots_addresses_P=addresses.score_slots_P)
+            to["max_tokens"] = self.shape.max_tokens
+        gemm_push_backward_fp8(
+            plan or self.plan,
+            self.counters,
+            dgate_RF=rows["dgate_fp8_RF"],
+            dgate_scales_bR=rows["dgate_scales_bR"],
+            dup_RF=rows["dup_fp8_RF"],
+            dup_scales_bR=rows["dup_scales_bR"],
+            w1t_EDF=self.fp8_transposed[0],
+            w1_scales_Ebb=self.fp8_weights[0].scales,
+            w3t_EDF=self.fp8_transposed[2],
+            w3_scales_Ebb=self.fp8_weights[2].scales,
+            dx_RD=self.rows.dx_RD,
+            dscore_parts_NR=rows["dscore_parts_NR"],
             fault=self.workspace.local.fault,
             rank=self.rank,
             deadline_seconds=2,
@@ -365,6 +429,22 @@ def sweep(name: str, repeats: int) -> list[Result]:
         ("gemm_push_fp8", "fused", layer.reset, layer.gemm_push_fp8, down_flops),
         ("gemm_push_fp8", "gemm", layer.reset, lambda: layer.gemm_push_fp8(layer.tiles_only), down_flops),
         ("forward_fp8", "fused", layer.reset, lambda: (layer.pull_gemm_fp8(), layer.gemm_push_fp8()), 3 * down_flops),
+        ("pull_gemm_backward_fp8", "fused", layer.reset, layer.pull_gemm_backward_fp8, down_flops),
+        (
+            "pull_gemm_backward_fp8",
+            "gemm",
+            rows_in_place,
+            lambda: layer.pull_gemm_backward_fp8(layer.tiles_only),
+            down_flops,
+        ),
+        ("gemm_push_backward_fp8", "fused", layer.reset, layer.gemm_push_backward_fp8, gate_up_flops),
+        (
+            "gemm_push_backward_fp8",
+            "gemm",
+            layer.reset,
+            lambda: layer.gemm_push_backward_fp8(layer.tiles_only),
+            gate_up_flops,
+        ),
         ("backward", "one stream", layer.reset, lambda: layer.backward(beside=False), 6 * down_flops),
         ("backward", "two streams", layer.reset, lambda: layer.backward(beside=True), 6 * down_flops),
     )

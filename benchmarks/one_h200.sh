@@ -2,16 +2,17 @@
 # What docs/results holds of one H200, in one go:  benchmarks/one_h200.sh [OUT] [part ...]
 #
 #   OUT    folder for the JSON files and charts; default docs/results
-#   parts  tests layers kernels steps ranks; default: all of them. "ranks" trains with 2 and 4 ranks on the one card
+#   parts  tests layers kernels steps convergence ranks; default: all of them. "ranks" trains with 2 and 4 ranks on the
+#          one card
 #
 # The first training run compiles flex attention, which takes minutes. Afterwards:
-#   python benchmarks/render_results.py > docs/results/README.md
+#   python benchmarks/render_results.py
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 OUT=${1:-docs/results}
 PARTS=${*:2}
-PARTS=${PARTS:-tests layers kernels steps ranks}
+PARTS=${PARTS:-tests layers kernels steps convergence ranks}
 SLICE="--config train_configs/qwen3_30b_a3b_6layers.toml"
 DEBUG="--config train_configs/qwen3_moe_debug.toml"
 FAILED=()
@@ -29,6 +30,7 @@ for part in $PARTS; do
     layers)
         for shape in qwen3-30b qwen3-235b; do
             run python -m titan_megamoe.bench.layer --shape $shape --out "$OUT/h200_layer_${shape//-/_}.json"
+            run python -m titan_megamoe.bench.layer --shape $shape --pause_ms 30 --out "$OUT/h200_layer_${shape//-/_}_paused.json"
             run python -m titan_megamoe.bench.layer --shape $shape-ep8 --tokens 131072 --out "$OUT/h200_layer_${shape//-/_}_ep8.json"
         done
         ;;
@@ -41,8 +43,15 @@ for part in $PARTS; do
         for mode in eager compiled; do
             compile=$([ $mode = compiled ] && echo --compile)
             run python benchmarks/train_steps.py $SLICE --out "$OUT/h200_qwen3_30b_6layers_${mode}_uniform.json" \
-                --run mega_moe --run all_to_all --routing uniform $compile
+                --run mega_moe --run mega_moe:fp8 --run all_to_all --routing uniform $compile
         done
+        ;;
+    convergence)
+        run python -m titan_megamoe.data
+        run python benchmarks/train_steps.py $SLICE --out "$OUT/h200_qwen3_30b_6layers_precisions.json" --steps 200 --compile \
+            --run mega_moe:bf16 --run mega_moe:fp8 --run mega_moe:fp8_bwd --run all_to_all:quantize.grouped_mm.float8 \
+            --routing none -- --training.local_batch_size 1
+        run python benchmarks/plot_losses.py "$OUT/h200_qwen3_30b_6layers_precisions.json"
         ;;
     ranks)
         run python -m titan_megamoe.data
@@ -53,7 +62,7 @@ for part in $PARTS; do
         done
         ;;
     *)
-        echo "unknown part '$part': tests layers kernels steps ranks" >&2
+        echo "unknown part '$part': tests layers kernels steps convergence ranks" >&2
         exit 2
         ;;
     esac

@@ -43,9 +43,11 @@ def command(run: str, arguments: argparse.Namespace) -> list[str]:
         return [*torchrun, str(REPOSITORY / "benchmarks" / "stock_torchtitan.py"), arguments.config, *common]
     routing = ["--model.moe.force_load_balance", arguments.routing]
     strategy, _, precision = run.partition(":")
-    strategy = ["--model.moe.dispatch.type", strategy, "--model.moe.dispatch.precision", precision or "bf16"]
+    options = ["--model.moe.dispatch.type", strategy]
+    if precision:
+        options += ["--model.moe.dispatch.precision" if strategy == "mega_moe" else "--model.converters", precision]
     module = "titan_megamoe.bench.one_gpu" if arguments.one_gpu else "titan_megamoe.train"
-    return [*torchrun, "-m", module, "--config", arguments.config, *strategy, *routing, *common]
+    return [*torchrun, "-m", module, "--config", arguments.config, *options, *routing, *common]
 
 
 def measure(run: str, arguments: argparse.Namespace) -> dict:
@@ -78,7 +80,10 @@ def main() -> None:
     parser.add_argument("--config", required=True, help="TOML file")
     parser.add_argument("--out", required=True, type=Path, help="JSON file to write")
     parser.add_argument(
-        "--run", action="append", required=True, help="'stock', a strategy, or a strategy:precision; repeat for several"
+        "--run",
+        action="append",
+        required=True,
+        help="'stock', a strategy, mega_moe:precision, or another strategy:converter; repeat for several",
     )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--nproc", type=int, default=1)

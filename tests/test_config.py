@@ -433,7 +433,7 @@ def test_the_debug_configuration_loads(load):
         ),
         (
             ["--model.moe.dispatch.precision", "fp8"],
-            "precision = 'fp8' .* has no kernels .* backend = 'reference', which emulates it",
+            "'mega_moe' cannot run here: for precision = 'fp8', it needs an NVIDIA GPU .* backend = 'reference'",
         ),
         (
             ["--model.moe.dispatch.type", "all_to_all", "--model.moe.dispatch.precision", "fp8"],

@@ -9,11 +9,37 @@ import torch
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
 from titan_megamoe import hopper
-from titan_megamoe.kernels import combine, gemm_push, plan, pull_gemm, pull_gemm_backward, weight_gradients
+from titan_megamoe.hopper import Numerics
+from titan_megamoe.kernels import (
+    combine,
+    gemm_push,
+    gemm_push_fp8,
+    plan,
+    pull_gemm,
+    pull_gemm_backward,
+    pull_gemm_backward_fp8,
+    pull_gemm_fp8,
+    quantize,
+    weight_gradients,
+)
 from titan_megamoe.kernels.plan_tables import LayerShape
 from titan_megamoe.symmetric import SymmetricWorkspace, virtual_workspaces
+from titan_megamoe.weight_cache import WeightCache, weights_changed
 
-TOKENS, DIM, HIDDEN, LOCAL_EXPERTS, TOP_K = 40, 128, 64, 4, 2
+TOKENS, DIM, HIDDEN, LOCAL_EXPERTS, TOP_K = 40, 256, 128, 4, 2
+MODULES = (
+    combine,
+    gemm_push,
+    gemm_push_fp8,
+    plan,
+    pull_gemm,
+    pull_gemm_backward,
+    pull_gemm_backward_fp8,
+    pull_gemm_fp8,
+    quantize,
+    weight_gradients,
+)
+BF16 = Numerics()
 PLAN = ["publish", "count", "scan", "place"]
 
 
@@ -34,7 +60,7 @@ class Launches(list):
 @pytest.fixture
 def launches(monkeypatch) -> Launches:
     launched = Launches()
-    for module in (combine, gemm_push, plan, pull_gemm, pull_gemm_backward, weight_gradients):
+    for module in MODULES:
         for name in dir(module):
             if name.endswith("_kernel"):
                 monkeypatch.setattr(module, name, launched.of(name))
@@ -62,11 +88,12 @@ def make_layer(ep_size: int, capacity: float | None = None):
     return virtual_workspaces(shape, "cpu")[-1], (x_TD, ids_TK, torch.zeros(TOKENS, TOP_K), *weights)
 
 
-def run(workspace, inputs, *, keep: bool):
+def run(workspace, inputs, *, keep: bool, numerics: Numerics = BF16):
     """Forward and backward."""
     x_TD, ids_TK, scores_TK, w1_EFD, w2_EDF, w3_EFD = inputs
-    dispatched = hopper.dispatch(x_TD, ids_TK, scores_TK, w1_EFD, w3_EFD, workspace=workspace, keep_activations=keep)
-    out_TD = hopper.combine(dispatched.plan, dispatched.rows_R0, dispatched.h, ids_TK, w2_EDF, workspace=workspace)
+    with_workspace = dict(workspace=workspace, numerics=numerics)
+    dispatched = hopper.dispatch(x_TD, ids_TK, scores_TK, w1_EFD, w3_EFD, keep_activations=keep, **with_workspace)
+    out_TD = hopper.combine(dispatched.plan, dispatched.rows_R0, dispatched.h, ids_TK, w2_EDF, **with_workspace)
     assert out_TD.shape == x_TD.shape and out_TD.dtype == torch.bfloat16
     assert (dispatched.kept.numel() > 0) == (keep and dispatched.rows_R0.shape[0] > 0)
     gradients = hopper.backward(
@@ -76,7 +103,7 @@ def run(workspace, inputs, *, keep: bool):
         kept=dispatched.kept,
         rows_R0=dispatched.rows_R0,
         kept_activations=keep,
-        workspace=workspace,
+        **with_workspace,
     )
     for name, tensor in dict(x_TD=x_TD, topk_scores_TK=scores_TK, w1_EFD=w1_EFD, w2_EDF=w2_EDF, w3_EFD=w3_EFD).items():
         gradient = getattr(gradients, name)
@@ -120,3 +147,56 @@ def test_a_rank_without_rows_takes_part_in_everything_between_ranks(launches, mo
     assert launches.count("handshake") == 5 and launches.count("reduce") == 2 and "collect_scores" in launches
     assert not {"pull_gemm", "gemm_push", "pull_gemm_backward", "weight_gradients"} & set(launches)
     assert bool((workspace.published.x_TD == 7).all()) == (not keep), "others pull its tokens again"
+
+
+# ---- FP8: backward's kernels are named as in bf16, but for the suffix
+
+QUANTIZE, WEIGHT, COLUMNS = "quantize_rows", "quantize_weights", "quantize_columns"
+FORWARD_FP8 = [QUANTIZE, *PLAN, WEIGHT, WEIGHT, "pull_gemm_fp8", WEIGHT, "gemm_push_fp8"]
+DGRAD_FP8 = [QUANTIZE, WEIGHT, "pull_gemm_backward_fp8", WEIGHT, WEIGHT, "gemm_push_fp8"]
+WGRAD_FP8 = [COLUMNS] * 5 + ["weight_gradients_fp8"]
+
+
+@pytest.mark.parametrize("wgrad", ["bf16"])
+@pytest.mark.parametrize("capacity", [None, 1.5])
+def test_fp8(launches, wgrad, capacity):
+    run(*make_layer(1, capacity), keep=True, numerics=Numerics(precision="fp8", wgrad=wgrad))
+    in_bf16 = ["dequantize_rows", "dequantize_rows", "weight_gradients"]
+    assert launches == [*FORWARD_FP8, *DGRAD_FP8, *(WGRAD_FP8 if wgrad == "fp8" else in_bf16)]
+
+
+@pytest.mark.parametrize("wgrad", ["bf16"])
+def test_fp8_in_backward_only(launches, wgrad):
+    run(*make_layer(1), keep=True, numerics=Numerics(precision="fp8_bwd", wgrad=wgrad))
+    in_bf16 = ["dequantize_rows", "weight_gradients"]
+    forward = [*PLAN, "pull_gemm", "gemm_push"]
+    assert launches == [*forward, *DGRAD_FP8, *(WGRAD_FP8 if wgrad == "fp8" else in_bf16)]
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8_bwd"])
+def test_fp8_of_a_rank_that_kept_only_its_inputs(launches, precision):
+    run(*make_layer(1), keep=False, numerics=Numerics(precision=precision))
+    pulls = [name for name in launches if name.startswith("pull")]
+    pull_gemm = "pull_gemm_fp8" if precision == "fp8" else "pull_gemm"
+    assert pulls == [pull_gemm, pull_gemm, "pull_gemm_backward_fp8"]
+    assert launches.count(QUANTIZE) == (3 if precision == "fp8" else 1)
+
+
+def test_fp8_of_several_ranks(launches, monkeypatch):
+    workspace, inputs = make_layer(2)
+    monkeypatch.setattr(SymmetricWorkspace, "read", lambda self, values: [3, 70, 100, 0])
+    run(workspace, inputs, keep=True, numerics=Numerics(precision="fp8"))
+    assert launches.count("handshake") == 5 and launches.count(QUANTIZE) == 2
+    assert launches.index(QUANTIZE) < launches.index("handshake") < launches.index("pull_gemm_fp8")
+
+
+def test_a_weight_cache_quantises_once(launches):
+    cache = WeightCache()
+    numerics = Numerics(precision="fp8", cache_key=int(cache.key))
+    layer = make_layer(1)
+    for _ in range(2):
+        run(*layer, keep=True, numerics=numerics)
+    assert launches.count(WEIGHT) == 3
+    weights_changed()
+    run(*layer, keep=True, numerics=numerics)
+    assert launches.count(WEIGHT) == 6

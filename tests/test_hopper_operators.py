@@ -9,11 +9,14 @@ from functools import partial
 import pytest
 import torch
 import torch._dynamo
+import torch._dynamo.testing
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.oracle import gradients, random_layer, relative_error
 from titan_megamoe import hopper, mega_moe, ops, reference
+from titan_megamoe.integration import compat
 from titan_megamoe.reference import Link
+from titan_megamoe.weight_cache import WeightCache
 
 
 class FakeKernels:
@@ -21,10 +24,12 @@ class FakeKernels:
 
     def __init__(self):
         self.calls = Counter()
+        self.cache_keys = []
         self.stages = {}
 
-    def dispatch(self, x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w3_EFD, *, workspace, keep_activations):
+    def dispatch(self, x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w3_EFD, *, workspace, keep_activations, numerics):
         self.calls["dispatch"] += 1
+        self.cache_keys.append(numerics.cache_key)
         w2_EDF = w1_EFD.new_zeros(w1_EFD.shape[0], x_TD.shape[1], w1_EFD.shape[1])
         inputs = (x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD)
         stages = reference.forward(*inputs, link=Link(""), keep_activations=keep_activations)
@@ -38,21 +43,30 @@ class FakeKernels:
             h=torch.tensor([key], dtype=torch.uint8),
         )
 
-    def combine(self, plan, rows_R0, h, topk_ids_TK, w2_EDF, *, workspace):
+    def combine(self, plan, rows_R0, h, topk_ids_TK, w2_EDF, *, workspace, numerics):
         self.calls["combine"] += 1
+        self.cache_keys.append(numerics.cache_key)
         stages = self.stages[int(h)]
         y_RD = reference.grouped_mm(stages.h_RF, w2_EDF.transpose(1, 2), stages.plan)
         y_RD *= stages.saved.row_scores_R[:, None]
         partial_UD = reference.pre_reduce(y_RD, stages.plan).to(w2_EDF.dtype)
         return reference.push(partial_UD, stages.plan, Link(""), num_tokens=topk_ids_TK.shape[0])
 
-    def backward(self, dout, x, ids, scores, w1, w2, w3, *, plan, kept, rows_R0, kept_activations, workspace):
+    def backward(self, dout, x, ids, scores, w1, w2, w3, *, plan, kept, rows_R0, kept_activations, workspace, numerics):
         self.calls["backward"] += 1
+        self.cache_keys.append(numerics.cache_key)
         assert (kept.numel() > 0) == kept_activations
         stages = self.stages[int(plan)]
         assert rows_R0.shape == (stages.h_RF.shape[0], 0)
         kwargs = dict(plan=stages.plan, saved=stages.saved, link=Link(""), kept_activations=kept_activations)
         return reference.backward(dout, x, scores, w1, w2, w3, **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def dynamo_config():
+    with torch._dynamo.config.patch():  # restores what is set inside
+        compat.accept_data_dependent_outputs()
+        yield
 
 
 @pytest.fixture
@@ -128,12 +142,43 @@ def test_selective_checkpointing_saves_the_forward(kernels):
 @pytest.mark.parametrize("is_recomputed", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("saved", ["activations", "inputs"])
-@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def test_compiled(kernels, saved, is_recomputed, backend):
     torch._dynamo.reset()
     compiled = torch.compile(partial(block, is_recomputed=is_recomputed, saved=saved), fullgraph=True, backend=backend)
     compare(compiled)
     assert kernels.calls == dict(dispatch=1, combine=1, backward=1)
+
+
+@pytest.mark.parametrize("saved", ["activations", "inputs"])
+def test_compiled_selective_checkpointing(kernels, saved):
+    torch._dynamo.reset()
+    context = partial(create_selective_checkpoint_contexts, list(ops.FORWARD_OPS))
+
+    def checkpointed(*inputs):
+        return checkpoint(partial(block, saved=saved), *inputs, use_reentrant=False, context_fn=context)
+
+    compare(torch.compile(checkpointed, fullgraph=True))
+    assert kernels.calls == dict(dispatch=1, combine=1, backward=1)
+
+
+def test_layers_with_weight_caches_share_a_graph(kernels):
+    torch._dynamo.reset()
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight_cache = WeightCache()
+
+        def forward(self, *inputs):
+            return block(*inputs, precision="fp8", weight_cache=self.weight_cache)
+
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    layers = [Layer() for _ in range(3)]
+    for layer in layers:
+        layer.compile(fullgraph=True, backend=counter)
+        compare(layer)
+    assert counter.frame_count == 1
+    assert kernels.cache_keys == [int(layer.weight_cache.key) for layer in layers for _ in range(3)]
 
 
 def test_backward_can_run_twice(kernels):
@@ -164,7 +209,6 @@ def test_no_gradient_that_nobody_asked_for_is_made(kernels, is_recomputed):
     assert not {torch.ops.aten.zeros.default, torch.ops.aten.zeros_like.default} & set(seen)
 
 
-@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def test_compiled_full_checkpointing_stops_before_the_combine(kernels):
     torch._dynamo.reset()
 

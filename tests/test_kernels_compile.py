@@ -18,6 +18,10 @@ from titan_megamoe.kernels.gemm_push import gemm_push_constants, gemm_push_kerne
 from titan_megamoe.kernels.gemm_push_fp8 import gemm_push_fp8_constants, gemm_push_fp8_kernel
 from titan_megamoe.kernels.pull_gemm import pull_gemm_constants, pull_gemm_kernel
 from titan_megamoe.kernels.pull_gemm_backward import pull_gemm_backward_constants, pull_gemm_backward_kernel
+from titan_megamoe.kernels.pull_gemm_backward_fp8 import (
+    pull_gemm_backward_fp8_constants,
+    pull_gemm_backward_fp8_kernel,
+)
 from titan_megamoe.kernels.pull_gemm_fp8 import (
     fp8_layout,
     pull_gemm_fp8_constants,
@@ -34,6 +38,7 @@ from titan_megamoe.kernels.tuning import (
     tune_gemm_push_fp8,
     tune_pull_gemm,
     tune_pull_gemm_backward,
+    tune_pull_gemm_backward_fp8,
     tune_pull_gemm_fp8,
 )
 
@@ -165,19 +170,56 @@ def test_pull_gemm_fp8(shape, saves_gate_up):
     assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.asm["ptx"]
 
 
-def test_gemm_push_fp8(shape):
+def test_pull_gemm_backward_fp8(shape):
+    dim, hidden_dim, top_k, ep_size = shape
+    skip_without_whole_blocks(dim, hidden_dim)
+    tuning = tune_pull_gemm_backward_fp8(dim)
+    outputs = "gate_desc up_desc dgate_desc dup_desc scaled_h_desc"
+    floats = "pull_scores_UK row_scores_R dscore_parts_NR w2_scales_Ebb dout_scales_bR dgate_scales_bR dup_scales_bR"
+    compiled = compile_kernel(
+        pull_gemm_backward_fp8_kernel,
+        dict(dout_desc=fp8(128), half_dout_desc=fp8(64), scales_desc=ROW_SCALES, w2t_desc=fp8(128))
+        | dict.fromkeys(outputs.split(), matrix(64, 64))
+        | dict(dgate_fp8_desc=fp8(64), dup_fp8_desc=fp8(64)),
+        dict.fromkeys((PLANNED + "pull_rows_UK arrival_M").split(), "i32")
+        | dict.fromkeys(floats.split(), "fp32")
+        | dict(pull_source_U="i64", dout_addresses_P="i64", dout_scales_addresses_P="i64", dout_RD="bf16"),
+        pull_gemm_backward_fp8_constants(tuning, dim=dim, hidden_dim=hidden_dim, top_k=top_k, ep_size=ep_size),
+    )
+    check(compiled, registers=tuning.registers, product="m64n128k32.f32.e4m3.e4m3")
+    ptx = compiled.asm["ptx"]
+    assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
+    assert re.search(r"ld\.global\S*\.v4", ptx) and "st.global.v4" in ptx, "rows are copied 16 bytes at a time"
+    assert ptx.count("fence.proxy.async.global") >= 2, "on the writing and on the reading side"
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_gemm_push_fp8(shape, is_backward):
     dim, hidden_dim, top_k, ep_size = shape
     skip_without_whole_blocks(dim, hidden_dim)
     tuning = tune_gemm_push_fp8(dim, hidden_dim, top_k=top_k, ep_size=ep_size)
+    operands = dict(a_desc=fp8(128), half_a_desc=fp8(64), scales_desc=ROW_SCALES, b_desc=fp8(128))
+    score_outputs = ("i32" if not is_backward else "fp32") if ep_size == 1 else "i64"
     compiled = compile_kernel(
         gemm_push_fp8_kernel,
-        dict(h_desc=fp8(128), half_h_desc=fp8(64), scales_desc=ROW_SCALES, w2_desc=fp8(128), y_desc=matrix(64, 128)),
+        operands | {f"next_{name}": signature for name, signature in operands.items()} | dict(y_desc=matrix(64, 128)),
         dict.fromkeys((PLANNED + "send_order_U pull_rows_UK done_M").split(), "i32")
-        | dict(pull_source_U="i64", pull_scores_UK="fp32", w2_scales_Ebb="fp32")
-        | dict(y_RD="bf16", out_TD="bf16", slots_addresses_P="i64"),
-        gemm_push_fp8_constants(tuning, dim=dim, hidden_dim=hidden_dim, top_k=top_k, ep_size=ep_size),
+        | dict(pull_source_U="i64", pull_scores_UK="fp32", b_scales_Ebb="fp32", next_b_scales_Ebb="fp32")
+        | dict(y_RD="bf16", out_TD="bf16", slots_addresses_P="i64")
+        | dict(dscore_parts_NR="fp32" if is_backward else "i32", score_outputs=score_outputs),
+        gemm_push_fp8_constants(
+            tuning,
+            dim=dim,
+            hidden_dim=hidden_dim,
+            top_k=top_k,
+            ep_size=ep_size,
+            score_parts=num_score_parts(dim, hidden_dim, is_fp8=True) if is_backward else 0,
+        ),
     )
     check(compiled, registers=tuning.registers, product="m64n128k32.f32.e4m3.e4m3")
+    ptx = compiled.asm["ptx"]
+    assert re.search(r"ld\.global\S*\.v4", ptx) and "st.global.v4" in ptx, "rows are read and sent 16 bytes at a time"
+    assert re.search(r"cp\.async\.bulk\.wait_group\s+0", ptx), "tiles are counted when they are in memory"
 
 
 @pytest.mark.parametrize("is_backward", [False, True])

@@ -112,6 +112,7 @@ def test_publish(shape, ids_type, scores_type):
             DIM=shape.dim,
             TOP_K=shape.top_k,
             COPY_X=shape.ep_size > 1,
+            IN_PLACE=shape.ep_size == 1,
             BLOCK_T=combine._PUBLISH_TOKENS,
             BLOCK_ROUTES=triton.next_power_of_2(combine._PUBLISH_TOKENS * shape.top_k),
             BLOCK_X=combine._PUBLISH_ELEMENTS,

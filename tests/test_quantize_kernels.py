@@ -69,13 +69,19 @@ def check_weights(experts: int, rows: int, columns: int, device="cpu") -> None:
     assert same_values(transposed, expected.values.transpose(1, 2))
 
 
-def check_columns(rows_of_experts: list[int], width: int, dtype: torch.dtype, device="cpu") -> None:
+def plan_of(rows_of_experts: list[int], device) -> tuple[SimpleNamespace, int]:
+    """What the kernels need of a plan, and the pool's rows: those of its tiles, and of one that it does not use."""
     tiles = [min(128, rows - first) for rows in rows_of_experts for first in range(0, rows, 128)]
-    num_rows = 128 * (len(tiles) + 1)  # and a tile that the plan does not use
     plan = SimpleNamespace(
         sizes=torch.tensor([len(tiles), 0, 0, 0], dtype=torch.int32, device=device),
         tile_rows_M=torch.tensor(tiles + [99], dtype=torch.int32, device=device),
     )
+    return plan, 128 * (len(tiles) + 1)
+
+
+def check_columns(rows_of_experts: list[int], width: int, dtype: torch.dtype, device="cpu") -> None:
+    plan, num_rows = plan_of(rows_of_experts, device)
+    tiles = plan.tile_rows_M[: int(plan.sizes[0])].tolist()
     is_fp8 = dtype == reference.FP8
     x = random_matrix(num_rows, width, device=device, dtype=torch.float32 if is_fp8 else dtype)
     row_scales = None
@@ -99,6 +105,24 @@ def check_columns(rows_of_experts: list[int], width: int, dtype: torch.dtype, de
     assert bool((scales[len(tiles)] == -1).all())
 
 
+def check_dequantize(rows_of_experts: list[int], width: int, device="cpu") -> None:
+    plan, num_rows = plan_of(rows_of_experts, device)
+    blocks = reference.quantize_rows(random_matrix(num_rows, width, device=device).nan_to_num(0, 0, 0))
+    out = torch.full((num_rows, width), math.nan, dtype=torch.bfloat16, device=device)
+    quantize.dequantize_rows(plan, blocks.values, blocks.scales.T.contiguous(), out)
+    expected = blocks.dequantize().bfloat16()
+    num_tiles = int(plan.sizes[0])
+    for tile, rows in enumerate(plan.tile_rows_M[:num_tiles].tolist()):
+        start = 128 * tile
+        # The interpreter cuts off where it should round.
+        close = torch.isclose(
+            out[start : start + rows], expected[start : start + rows], rtol=2**-7 * INTERPRETED, atol=0
+        )
+        assert bool(close.all()), tile
+        assert not out[start + rows : start + 128].any(), tile
+    assert out[128 * num_tiles :].isnan().all()
+
+
 ROWS = [(1, 64), (37, 320), (16, 128), (3, 2048)]
 WEIGHTS = [(2, 128, 128), (3, 192, 320), (1, 64, 448)]
 EXPERTS = [[130, 0, 1, 128], [300]]
@@ -117,6 +141,10 @@ if INTERPRETED:
     @pytest.mark.parametrize("dtype", [torch.float32, reference.FP8])
     def test_columns(rows_of_experts, dtype):
         check_columns(rows_of_experts, 192, dtype)
+
+    @pytest.mark.parametrize("rows_of_experts", EXPERTS)
+    def test_dequantize(rows_of_experts):
+        check_dequantize(rows_of_experts, 192)
 
     def test_arguments_are_checked():
         x = torch.zeros(4, 128)
@@ -172,6 +200,12 @@ else:
                 8,
             )
         )
+
+    def test_dequantize_compiles():
+        pointers = dict(values_RI="fp8e4nv", scales_bR="fp32", sizes="i32", tile_rows_M="i32", out_RI="bf16")
+        scalars = dict(num_rows="i32", width="i32")
+        constants = dict(PART=quantize._PART)
+        check_no_spills(compile_kernel(quantize.dequantize_rows_kernel, pointers, scalars, constants, 4))
 
     @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp8e4nv"])
     def test_columns_compile(dtype):

@@ -24,7 +24,7 @@ class Run:
 
 
 def options(assets: Path, dump_folder: Path, settings: dict) -> list[str]:
-    """Command line of a debug run with ``settings`` on top, by their dotted keys; True stands for a flag on its own.
+    """Command line of a debug run with ``settings`` on top, by their dotted keys; True and False stand for flags.
 
     The SPMD backend is ``partial_dtensor`` unless set: under the others, a process can train once only.
     """
@@ -32,7 +32,11 @@ def options(assets: Path, dump_folder: Path, settings: dict) -> list[str]:
     argv = ["--config", DEBUG_CONFIG, "--hf_assets_path", str(assets), "--dataloader.dataset_path", str(assets)]
     argv += ["--dump_folder", str(dump_folder), "--debug.no-enable_structured_logging"]
     for key, value in settings.items():
-        argv += [f"--{key}", *([] if value is True else [str(value)])]
+        if value is False:
+            section, _, name = key.rpartition(".")
+            argv.append(f"--{section}.no-{name}")
+        else:
+            argv += [f"--{key}", *([] if value is True else [str(value)])]
     return argv
 
 

@@ -5,7 +5,8 @@
     publish_rows -> handshake -> pull_gemm_backward -> gemm_push_backward -> signal -> weight_gradients -> wait
                  -> reduce_slots, collect_score_slots
 
-With one rank the handshakes do nothing and ``gemm_push`` writes the output.
+With one rank the handshakes do nothing and ``gemm_push`` writes the output. ``hopper_stages.py`` says what a stage is in
+which precision.
 
 Shape suffixes are those of ``plan.py``.
 """
@@ -14,12 +15,14 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
 
+from .quantize import BLOCK
 from .reference import Gradients, Link
+from .weight_cache import NO_CACHE
 
 _max_tokens: dict[tuple, int] = {}
 """Tokens that the workspace of a (group, layer shape) was made for."""
@@ -46,13 +49,17 @@ def missing_on_this_machine() -> str | None:
     return None
 
 
-def unsupported_layer(dtype: torch.dtype, dim: int, hidden_dim: int) -> str | None:
+def unsupported_layer(dtype: torch.dtype, dim: int, hidden_dim: int, precision: str) -> str | None:
     """Why the kernels cannot compute a layer, and what to do; None if they can."""
     if dtype != torch.bfloat16:
-        return f"it computes in torch.bfloat16, and x_TD is {dtype}. Convert, or use backend = 'reference'."
+        return f"it takes torch.bfloat16, and x_TD is {dtype}. Convert, or use backend = 'reference'."
+    divisor = 64 if precision == "bf16" else BLOCK
     for name, size in (("D", dim), ("F", hidden_dim)):
-        if size % 64:
-            return f"it needs multiples of 64, and {name} = {size}. Pad the model's, or use backend = 'reference'."
+        if size % divisor:
+            return (
+                f"with precision = {precision!r} it needs multiples of {divisor}, and {name} = {size}. Pad the model's, or "
+                "use backend = 'reference'."
+            )
     return None
 
 
@@ -71,6 +78,16 @@ class Dispatched:
     """uint8: ``HiddenRows``."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """What a layer computes in: ``precision`` and ``wgrad`` of :func:`titan_megamoe.mega_moe`, and the key of its
+    ``WeightCache``."""
+
+    precision: str = "bf16"
+    wgrad: str = "bf16"
+    cache_key: int = NO_CACHE
+
+
 def dispatch(
     x_TD: torch.Tensor,
     topk_ids_TK: torch.Tensor,
@@ -80,6 +97,7 @@ def dispatch(
     *,
     workspace,
     keep_activations: bool,
+    numerics: Numerics,
 ) -> Dispatched:
     """The first half of the forward: plan, dispatch, gate/up and SwiGLU.
 
@@ -93,21 +111,13 @@ def dispatch(
     """
     from .kernels import combine
     from .kernels.plan import build_kernel_plan, read_sizes
-    from .kernels.plan_tables import (
-        BLOCK_M,
-        HiddenRows,
-        KernelPlan,
-        KeptRows,
-        layout_of,
-        PHASE_PUBLISHED,
-        RowShape,
-    )
+    from .kernels.plan_tables import BLOCK_M, HiddenRows, KernelPlan, KeptRows, layout_of, PHASE_PUBLISHED
 
-    shape = workspace.shape
+    stages, shape = _stages(workspace, numerics), workspace.shape
     workspace.raise_if_late()
     plan_storage = x_TD.new_empty(layout_of(KernelPlan, shape).num_bytes, dtype=torch.uint8)
     with torch.profiler.record_function("mega_moe: plan"):
-        combine.publish(workspace, x_TD, topk_ids_TK, topk_scores_TK)
+        read_in_place = stages.publish(x_TD, topk_ids_TK, topk_scores_TK)
         combine.handshake(workspace, PHASE_PUBLISHED)
         plan, counters = build_kernel_plan(workspace, plan_storage)
         if shape.capacity is not None:
@@ -116,11 +126,13 @@ def dispatch(
             num_rows = BLOCK_M * shape.tiles_for(topk_ids_TK.numel())
         else:
             num_rows = BLOCK_M * read_sizes(plan, workspace).num_tiles
-    row_shape = RowShape(layer=shape, num_rows=num_rows, keeps_gate_up=keep_activations)
+    row_shape = stages.row_shape(num_rows, keeps_gate_up=keep_activations)
     kept, hidden = layout_of(KeptRows, row_shape), layout_of(HiddenRows, row_shape)
     kept_storage = x_TD.new_empty(kept.num_bytes, dtype=torch.uint8)
     h_storage = x_TD.new_empty(hidden.num_bytes, dtype=torch.uint8)
-    _pull_gemm(workspace, plan, counters, w1_EFD, w3_EFD, kept.slice(kept_storage), hidden.slice(h_storage).h_RF)
+    h: HiddenRows = hidden.slice(h_storage)
+    stages.pull_gemm(plan, counters, w1_EFD, w3_EFD, kept.slice(kept_storage), h.h_RF, h.h_scales_bR)
+    del read_in_place  # from here on, the memory may be used again
     return Dispatched(
         plan=plan_storage,
         kept=kept_storage if keep_activations else kept_storage.new_empty(0),
@@ -137,34 +149,29 @@ def combine(
     w2_EDF: torch.Tensor,
     *,
     workspace,
+    numerics: Numerics,
 ) -> torch.Tensor:
     """``[T, D]``: the second half of the forward: down projection and combine. ``plan``, ``rows_R0``, ``h``: of what
     :func:`dispatch` returned; the others as its arguments."""
     from .kernels import combine as kernels
-    from .kernels.gemm_push import gemm_push
-    from .kernels.plan_tables import HiddenRows, KernelPlan, layout_of, PHASE_ALL_SENT, ResultRows, RowShape
+    from .kernels.plan_tables import HiddenRows, KernelPlan, layout_of, PHASE_ALL_SENT, ResultRows
 
-    shape = workspace.shape
-    alone = shape.ep_size == 1
-    row_shape = RowShape(layer=shape, num_rows=rows_R0.shape[0])
+    stages, shape = _stages(workspace, numerics), workspace.shape
+    row_shape = stages.row_shape(rows_R0.shape[0])
     out_TD = w2_EDF.new_empty(topk_ids_TK.shape[0], shape.dim)
     with torch.profiler.record_function("mega_moe: gemm_push"):
-        gemm_push(
+        stages.gemm_push(
             layout_of(KernelPlan, shape).slice(plan),
             _zeroed_counters(workspace),
-            h_RF=layout_of(HiddenRows, row_shape).slice(h).h_RF,
-            w2_EDF=w2_EDF,
-            y_RD=layout_of(ResultRows, row_shape).allocate(out_TD.device).y_RD,
-            out_TD=out_TD if alone else None,
-            slots_addresses_P=None if alone else workspace.addresses.slots_P,
-            max_tokens=shape.max_tokens,
-            fault=workspace.local.fault,
-            rank=workspace.rank,
+            layout_of(HiddenRows, row_shape).slice(h),
+            w2_EDF,
+            layout_of(ResultRows, row_shape).allocate(out_TD.device).y_RD,
+            out_TD,
         )
-        if not alone:
+        if not stages.is_alone:
             kernels.handshake(workspace, PHASE_ALL_SENT)
             kernels.reduce_slots(workspace, topk_ids_TK.contiguous(), out_TD)
-    if alone or shape.capacity is not None:
+    if stages.is_alone or shape.capacity is not None:
         workspace.check_later()
     return out_TD
 
@@ -183,6 +190,7 @@ def backward(
     rows_R0: torch.Tensor,  # noqa: N803
     kept_activations: bool,
     workspace,
+    numerics: Numerics,
 ) -> Gradients:
     """The layer's backward, on the forward's plan. What the forward did not keep is pulled and computed again.
 
@@ -194,23 +202,11 @@ def backward(
     of their own beside ``gemm_push_backward`` they were no faster: docs/results/h200_kernels.json, "two streams".)
     """
     from .kernels import combine
-    from .kernels.gemm_push import gemm_push_backward
-    from .kernels.plan_tables import (
-        BackwardRows,
-        KernelPlan,
-        KeptRows,
-        layout_of,
-        PHASE_ALL_SENT,
-        PHASE_PUBLISHED,
-        RowShape,
-    )
-    from .kernels.pull_gemm_backward import pull_gemm_backward
-    from .kernels.weight_gradients import weight_gradients
+    from .kernels.plan_tables import BackwardRows, KernelPlan, KeptRows, layout_of, PHASE_ALL_SENT, PHASE_PUBLISHED
 
-    shape, addresses, device = workspace.shape, workspace.addresses, x_TD.device
-    fault, rank, alone = workspace.local.fault, workspace.rank, shape.ep_size == 1
+    stages, shape, device = _stages(workspace, numerics), workspace.shape, x_TD.device
     plan: KernelPlan = layout_of(KernelPlan, shape).slice(plan)
-    row_shape = RowShape(layer=shape, num_rows=rows_R0.shape[0])
+    row_shape = stages.row_shape(rows_R0.shape[0])
     kept_layout = layout_of(KeptRows, row_shape)
     kept: KeptRows = kept_layout.slice(kept) if kept_activations else kept_layout.allocate(device)
     rows: BackwardRows = layout_of(BackwardRows, row_shape).allocate(device)
@@ -224,61 +220,20 @@ def backward(
     )
 
     with torch.profiler.record_function("mega_moe: publish gradients"):
-        combine.publish_rows(workspace, dout_TD=dout_TD, x_TD=None if kept_activations else x_TD)
+        read_in_place = stages.publish_rows(dout_TD, None if kept_activations else x_TD)
         combine.handshake(workspace, PHASE_PUBLISHED)
     if not kept_activations:
-        _pull_gemm(workspace, plan, _zeroed_counters(workspace), w1_EFD, w3_EFD, kept, rows.scaled_h_RF)
+        stages.pull_gemm_again(plan, _zeroed_counters(workspace), w1_EFD, w3_EFD, kept, rows)
     counters = _zeroed_counters(workspace)
     with torch.profiler.record_function("mega_moe: pull_gemm_backward"):
-        pull_gemm_backward(
-            plan,
-            counters,
-            dout_addresses_P=addresses.dout_P,
-            w2_EDF=w2_EDF,
-            gate_RF=kept.gate_RF,
-            up_RF=kept.up_RF,
-            dout_RD=rows.dout_RD,
-            row_scores_R=rows.row_scores_R,
-            dgate_RF=rows.dgate_RF,
-            dup_RF=rows.dup_RF,
-            scaled_h_RF=rows.scaled_h_RF,
-            dscore_parts_NR=rows.dscore_parts_NR,
-            fault=fault,
-            rank=rank,
-        )
+        stages.pull_gemm_backward(plan, counters, w2_EDF, kept, rows)
+    del read_in_place  # from here on, the memory may be used again
     with torch.profiler.record_function("mega_moe: gemm_push_backward"):
-        gemm_push_backward(
-            plan,
-            counters,
-            dgate_RF=rows.dgate_RF,
-            dup_RF=rows.dup_RF,
-            w1_EFD=w1_EFD,
-            w3_EFD=w3_EFD,
-            dx_RD=rows.dx_RD,
-            dscore_parts_NR=rows.dscore_parts_NR,
-            dx_TD=gradients.x_TD if alone else None,
-            dscores_TK=gradients.topk_scores_TK if alone else None,
-            slots_addresses_P=None if alone else addresses.slots_P,
-            score_slots_addresses_P=None if alone else addresses.score_slots_P,
-            max_tokens=shape.max_tokens,
-            fault=fault,
-            rank=rank,
-        )
+        stages.gemm_push_backward(plan, counters, w1_EFD, w3_EFD, rows, gradients)
         combine.signal(workspace, PHASE_ALL_SENT)
     with torch.profiler.record_function("mega_moe: weight_gradients"):
-        weight_gradients(
-            plan,
-            counters,
-            x_RD=kept.pool_RD,
-            dout_RD=rows.dout_RD,
-            dgate_RF=rows.dgate_RF,
-            dup_RF=rows.dup_RF,
-            scaled_h_RF=rows.scaled_h_RF,
-            dw1_EFD=gradients.w1_EFD,
-            dw2_EDF=gradients.w2_EDF,
-            dw3_EFD=gradients.w3_EFD,
-        )
-    if not alone:
+        stages.weight_gradients(plan, counters, kept, rows, gradients)
+    if not stages.is_alone:
         with torch.profiler.record_function("mega_moe: collect gradients"):
             combine.wait(workspace, PHASE_ALL_SENT)
             combine.reduce_slots(workspace, topk_ids_TK, gradients.x_TD)
@@ -287,32 +242,18 @@ def backward(
     return replace(gradients, topk_scores_TK=gradients.topk_scores_TK.to(topk_scores_TK.dtype))
 
 
+def _stages(workspace, numerics: Numerics):
+    from .hopper_stages import Stages  # which needs Triton
+
+    return Stages(workspace=workspace, **asdict(numerics))
+
+
 def _zeroed_counters(workspace):
     from .kernels.plan import allocate_counters
 
     counters, storage = allocate_counters(workspace)
     storage.zero_()
     return counters
-
-
-def _pull_gemm(workspace, plan, counters, w1_EFD, w3_EFD, kept, h_RF) -> None:  # noqa: N803
-    from .kernels.pull_gemm import pull_gemm
-
-    saves = kept.gate_RF.shape[0] == h_RF.shape[0]
-    with torch.profiler.record_function("mega_moe: pull_gemm"):
-        pull_gemm(
-            plan,
-            counters,
-            x_addresses_P=workspace.addresses.x_P,
-            w1_EFD=w1_EFD,
-            w3_EFD=w3_EFD,
-            pool_RD=kept.pool_RD,
-            h_RF=h_RF,
-            gate_RF=kept.gate_RF if saves else None,
-            up_RF=kept.up_RF if saves else None,
-            fault=workspace.local.fault,
-            rank=workspace.rank,
-        )
 
 
 def workspace_for(topk_ids_TK: torch.Tensor, w2_EDF: torch.Tensor, *, link: Link, capacity: float | None):

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from . import hopper, reference
 from .plan import RoutingPlan
 from .reference import Link, Saved
+from .weight_cache import NO_CACHE, WeightCache
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +32,9 @@ PRECISIONS = {
     "fp8_bwd": "BF16 forward, blockwise FP8 backward (Hopper)",
     "mxfp8": "MXFP8 forward and backward (Blackwell)",
 }
-EMULATED_PRECISIONS = ("fp8", "fp8_bwd")
-"""Those that the reference backend emulates, and no kernels compute yet."""
-WGRADS = ("fp8", "bf16")
+FP8_PRECISIONS = ("fp8", "fp8_bwd")
+"""Those that the Hopper kernels compute, and the reference backend emulates."""
+WGRADS = ("bf16", "fp8")
 MAX_TOP_K = 32
 
 _PLAN_FIELDS = len(fields(RoutingPlan))
@@ -51,11 +52,12 @@ def mega_moe(
     *,
     group: dist.ProcessGroup | None = None,
     precision: str = "bf16",
-    wgrad: str = "fp8",
+    wgrad: str = "bf16",
     saved: str = "activations",
     backend: str = "auto",
     capacity: float | None = None,
     is_recomputed: bool = False,
+    weight_cache: WeightCache | None = None,
 ) -> torch.Tensor:
     r"""Dispatch, gate/up, SwiGLU, down and combine of a mixture-of-experts layer, with expert parallelism over ``group``.
 
@@ -72,15 +74,17 @@ def mega_moe(
         w3_EFD: ``[E, F, D]`` up projections. Weights have the dtype of ``x_TD``.
         group: the expert-parallel group; None if this rank holds all experts.
         precision: ``"bf16"`` computes in the inputs' dtype without quantisation; see :data:`PRECISIONS` and docs/precision.md.
-        wgrad: with precision ``"fp8"`` or ``"fp8_bwd"``, what weight gradients are computed in: ``"fp8"`` or ``"bf16"``.
+        wgrad: with precision ``"fp8"`` or ``"fp8_bwd"``, what weight gradients are computed in: ``"bf16"`` or ``"fp8"``.
         saved: ``"activations"`` keeps the pulled rows and gate/up for backward; ``"inputs"`` pulls and computes them again.
-        backend: ``"reference"`` (plain PyTorch, any device), ``"hopper"`` (fused kernels in bf16 on H100 and H200), or
-            ``"auto"``, which picks the best one for these inputs and logs it once.
+        backend: ``"reference"`` (plain PyTorch, any device; emulates FP8), ``"hopper"`` (fused kernels on H100 and H200), or
+            ``"auto"``, which picks the best one for these inputs and logs it once. It does not pick an emulation.
         capacity: of backend ``"hopper"``: rows that this rank has room for, as a multiple of ``T * K``, in memory of static
             size; more rows are an error (``CapacityExceeded``) that :func:`titan_megamoe.check_step` raises. None: exactly
             the rows that were routed here, for which the host waits once per call.
         is_recomputed: whether activation checkpointing will run all of it again. Backend ``"hopper"`` then does without the
             down projection and the combine the second time, if the checkpoint stops early and nothing behind is saved.
+        weight_cache: of backend ``"hopper"`` in FP8: keeps this layer's weights in FP8 until an optimizer steps or a state
+            dict is loaded (see ``weight_cache.py``). None: they are quantised in every forward and backward.
 
     Returns:
         ``[T, D]``, dtype of ``x_TD``.
@@ -90,7 +94,7 @@ def mega_moe(
         ValueError: a shape, device, id, score or option is not as above.
     """
     _check_arguments(x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD)
-    check_precision(precision, wgrad, backend)
+    check_precision(precision, wgrad)
     if precision != "bf16" and x_TD.dtype == torch.float64:
         raise TypeError(
             f"mega_moe: precision = {precision!r} takes bfloat16 or float32, but x_TD is float64. Convert it."
@@ -98,24 +102,29 @@ def mega_moe(
     _check_choice("saved", saved, SAVED)
     if capacity is not None and capacity <= 0:
         raise ValueError(f"mega_moe: capacity = {capacity}. Pass a positive multiple of T * K, such as 1.5, or None.")
-    backend = select_backend(backend, x_TD.device, x_TD.dtype, x_TD.shape[1], w1_EFD.shape[1])
+    backend = select_backend(backend, x_TD.device, x_TD.dtype, x_TD.shape[1], w1_EFD.shape[1], precision)
     tensors = (x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD)
     group_name = group.group_name if group else ""
+    cache_key = weight_cache.key if weight_cache is not None else None
+    options = (group_name, capacity or 0.0, precision, wgrad)
     if backend == "hopper" and is_recomputed:
-        carrier_TD, plan, _, rows_R0, h = hopper_dispatch(*tensors, group_name, saved, capacity or 0.0)
-        return hopper_combine(carrier_TD, topk_ids_TK, w2_EDF, plan, rows_R0, h, group_name, capacity or 0.0)
+        carrier_TD, plan, _, rows_R0, h = hopper_dispatch(*tensors, cache_key, saved, *options)
+        return hopper_combine(carrier_TD, topk_ids_TK, w2_EDF, plan, rows_R0, h, cache_key, *options)
     if backend == "hopper":
-        out_TD, *_ = hopper_forward(*tensors, group_name, saved, capacity or 0.0)
+        out_TD, *_ = hopper_forward(*tensors, cache_key, saved, *options)
     else:
         out_TD, *_ = reference_forward(*tensors, group_name, saved, precision, wgrad)
     return out_TD
 
 
-def select_backend(backend: str, device: torch.device, dtype: torch.dtype, dim: int, hidden_dim: int) -> str:
+def select_backend(
+    backend: str, device: torch.device, dtype: torch.dtype, dim: int, hidden_dim: int, precision: str
+) -> str:
     """Resolve ``"auto"`` for a layer, and log what was picked and why, once per process.
 
     Raises:
-        ValueError: an unknown backend, or one that cannot compute this layer on this device, with the reason.
+        ValueError: an unknown backend, or none that was asked for can compute this layer in this precision on this device,
+            with the reason.
     """
     _check_choice("backend", backend, BACKENDS)
     if torch.compiler.is_compiling() and backend != "auto":
@@ -124,9 +133,14 @@ def select_backend(backend: str, device: torch.device, dtype: torch.dtype, dim: 
         chosen, why = backend, "as asked for"
     else:
         missing = "x_TD is on the CPU" if device.type == "cpu" else hopper.missing_on_this_machine()
-        missing = missing or hopper.unsupported_layer(dtype, dim, hidden_dim)
+        missing = missing or hopper.unsupported_layer(dtype, dim, hidden_dim, precision)
         if missing and backend == "hopper":
             raise ValueError(f"mega_moe: backend = 'hopper' cannot run this layer: {missing}")
+        if missing and precision != "bf16":
+            raise ValueError(
+                f"mega_moe: precision = {precision!r} ({PRECISIONS[precision]}) cannot run here: {missing} Use precision = "
+                "'bf16', or backend = 'reference', which emulates it slowly."
+            )
         chosen, why = ("reference", f"'hopper' cannot: {missing}") if missing else ("hopper", "the fastest here")
     if not torch.compiler.is_compiling() and chosen not in _announced:
         _announced.add(chosen)
@@ -150,19 +164,15 @@ def check_step() -> None:
     check_workspaces()
 
 
-def check_precision(precision: str, wgrad: str, backend: str) -> None:
-    """Raise ValueError for an unknown precision, or one that ``backend`` does not compute."""
+def check_precision(precision: str, wgrad: str) -> None:
+    """Raise ValueError for an unknown precision, or one that nothing computes yet."""
     _check_choice("precision", precision, tuple(PRECISIONS))
     _check_choice("wgrad", wgrad, WGRADS)
-    if precision == "bf16" or (precision in EMULATED_PRECISIONS and backend == "reference"):
-        return
-    what_works = "'bf16'"
-    if precision in EMULATED_PRECISIONS:
-        what_works += ", or backend = 'reference', which emulates it slowly"
-    raise ValueError(
-        f"mega_moe: precision = {precision!r} ({PRECISIONS[precision]}) has no kernels in this version of titan_megamoe. Use "
-        f"{what_works}."
-    )
+    if precision not in ("bf16", *FP8_PRECISIONS):
+        raise ValueError(
+            f"mega_moe: precision = {precision!r} ({PRECISIONS[precision]}) has no kernels in this version of titan_megamoe. "
+            f"Use one of: bf16, {', '.join(FP8_PRECISIONS)}."
+        )
 
 
 # ---- the operators
@@ -287,6 +297,8 @@ reference_forward.register_autograd(_backward, setup_context=_setup_context)
 # The forward on kernels is one operator or, where it is recomputed, two: then the recomputation can stop after the first,
 # which makes all that backward needs. The backward of either is the whole layer's. With two, autograd leads it there through
 # `carrier_TD`, which holds nothing: the second operator returns the gradient of its output as the carrier's.
+#
+# In all of them, ``group_name`` "" means no group, ``capacity`` 0 exact sizing.
 
 
 @torch.library.custom_op("titan_megamoe::hopper_forward", mutates_args=())
@@ -297,15 +309,18 @@ def hopper_forward(
     w1_EFD: torch.Tensor,
     w2_EDF: torch.Tensor,
     w3_EFD: torch.Tensor,
-    group_name: str,
+    cache_key: torch.Tensor | None,
     saved: str,
+    group_name: str,
     capacity: float,
+    precision: str,
+    wgrad: str,
 ) -> list[torch.Tensor]:
-    """``[out_TD, *hopper.Dispatched's tensors without h]``; see :func:`mega_moe`. ``group_name`` "" means no group,
-    ``capacity`` 0 exact sizing."""
-    dispatched = _dispatch(x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, group_name, saved, capacity)
+    """``[out_TD, *hopper.Dispatched's tensors without h]``; see :func:`mega_moe`."""
+    inputs = (x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, cache_key)
+    dispatched = _dispatch(*inputs, saved, group_name, capacity, precision, wgrad)
     plan, kept, rows_R0, h = _tensors(dispatched)
-    out_TD = _combine(plan, rows_R0, h, topk_ids_TK, w2_EDF, group_name, capacity)
+    out_TD = _combine(plan, rows_R0, h, topk_ids_TK, w2_EDF, cache_key, group_name, capacity, precision, wgrad)
     return [out_TD, plan, kept, rows_R0]
 
 
@@ -317,16 +332,22 @@ def hopper_dispatch(
     w1_EFD: torch.Tensor,
     w2_EDF: torch.Tensor,
     w3_EFD: torch.Tensor,
-    group_name: str,
+    cache_key: torch.Tensor | None,
     saved: str,
+    group_name: str,
     capacity: float,
+    precision: str,
+    wgrad: str,
 ) -> list[torch.Tensor]:
     """``[carrier_TD, *hopper.Dispatched's tensors]``."""
-    dispatched = _dispatch(x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, group_name, saved, capacity)
+    inputs = (x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, cache_key)
+    dispatched = _dispatch(*inputs, saved, group_name, capacity, precision, wgrad)
     return [_carrier(x_TD), *_tensors(dispatched)]
 
 
-def _dispatch(x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, group_name, saved, capacity):
+def _dispatch(
+    x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, cache_key, saved, group_name, capacity, precision, wgrad
+):
     return hopper.dispatch(
         x_TD.contiguous(),
         topk_ids_TK,
@@ -335,16 +356,30 @@ def _dispatch(x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, group_n
         w3_EFD.contiguous(),
         workspace=_workspace(topk_ids_TK, w2_EDF, group_name, capacity),
         keep_activations=saved == "activations",
+        numerics=_numerics(precision, wgrad, cache_key),
     )
 
 
-def _combine(plan, rows_R0, h, topk_ids_TK, w2_EDF, group_name, capacity) -> torch.Tensor:  # noqa: N803
-    workspace = _workspace(topk_ids_TK, w2_EDF, group_name, capacity)
-    return hopper.combine(plan, rows_R0, h, topk_ids_TK, w2_EDF.contiguous(), workspace=workspace)
+def _combine(plan, rows_R0, h, topk_ids_TK, w2_EDF, cache_key, group_name, capacity, precision, wgrad):  # noqa: N803
+    return hopper.combine(
+        plan,
+        rows_R0,
+        h,
+        topk_ids_TK,
+        w2_EDF.contiguous(),
+        workspace=_workspace(topk_ids_TK, w2_EDF, group_name, capacity),
+        numerics=_numerics(precision, wgrad, cache_key),
+    )
 
 
 def _workspace(topk_ids_TK: torch.Tensor, w2_EDF: torch.Tensor, group_name: str, capacity: float):
     return hopper.workspace_for(topk_ids_TK, w2_EDF, link=Link(group_name), capacity=capacity or None)
+
+
+def _numerics(precision: str, wgrad: str, cache_key: torch.Tensor | None) -> hopper.Numerics:
+    return hopper.Numerics(
+        precision=precision, wgrad=wgrad, cache_key=NO_CACHE if cache_key is None else cache_key.item()
+    )
 
 
 def _carrier(x_TD: torch.Tensor) -> torch.Tensor:
@@ -362,12 +397,12 @@ def _fake_saved(x_TD: torch.Tensor, saved: str) -> list[torch.Tensor]:
 
 
 @hopper_forward.register_fake
-def _(x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, group_name, saved, capacity):
+def _(x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, cache_key, saved, *options):
     return [x_TD.new_empty(x_TD.shape), *_fake_saved(x_TD, saved)]
 
 
 @hopper_dispatch.register_fake
-def _(x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, group_name, saved, capacity):
+def _(x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, cache_key, saved, *options):
     return [_carrier(x_TD), *_fake_saved(x_TD, saved), _fake_memory(x_TD)]
 
 
@@ -379,15 +414,18 @@ def hopper_combine(
     plan: torch.Tensor,
     rows_R0: torch.Tensor,  # noqa: N803
     h: torch.Tensor,
+    cache_key: torch.Tensor | None,
     group_name: str,
     capacity: float,
+    precision: str,
+    wgrad: str,
 ) -> torch.Tensor:
     """``out_TD`` of what :func:`hopper_dispatch` returned."""
-    return _combine(plan, rows_R0, h, topk_ids_TK, w2_EDF, group_name, capacity)
+    return _combine(plan, rows_R0, h, topk_ids_TK, w2_EDF, cache_key, group_name, capacity, precision, wgrad)
 
 
 @hopper_combine.register_fake
-def _(carrier_TD, topk_ids_TK, w2_EDF, plan, rows_R0, h, group_name, capacity):
+def _(carrier_TD, topk_ids_TK, w2_EDF, plan, rows_R0, h, *options):
     return w2_EDF.new_empty(carrier_TD.shape)
 
 
@@ -403,9 +441,12 @@ def hopper_backward(
     plan: torch.Tensor,
     kept: torch.Tensor,
     rows_R0: torch.Tensor,  # noqa: N803
-    group_name: str,
+    cache_key: torch.Tensor | None,
     saved: str,
+    group_name: str,
     capacity: float,
+    precision: str,
+    wgrad: str,
 ) -> list[torch.Tensor]:
     """Gradients of ``x_TD, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD``."""
     gradients = hopper.backward(
@@ -419,33 +460,32 @@ def hopper_backward(
         rows_R0=rows_R0,
         kept_activations=saved == "activations",
         workspace=_workspace(topk_ids_TK, w2_EDF, group_name, capacity),
+        numerics=_numerics(precision, wgrad, cache_key),
     )
     return list(_tensors(gradients))
 
 
 @hopper_backward.register_fake
-def _(
-    dout_TD, x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, plan, kept, rows_R0, group_name, saved, capacity
-):
+def _(dout_TD, x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, plan, kept, rows_R0, *options):
     return [torch.empty_like(t) for t in (x_TD, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD)]
 
 
 def _hopper_setup_context(ctx, inputs, output):
-    *tensors, ctx.group_name, ctx.saved, ctx.capacity = inputs
+    *tensors, cache_key = inputs[:7]
+    ctx.options = inputs[7:]
     _, plan, kept, rows_R0, *h = output
-    ctx.save_for_backward(*tensors, plan, kept, rows_R0)
+    ctx.save_for_backward(*tensors, plan, kept, rows_R0, cache_key)
     ctx.mark_non_differentiable(plan, kept, rows_R0, *h)
     ctx.set_materialize_grads(False)  # as above
 
 
 def _hopper_backward(ctx, grads):
+    none = (None,) * len(ctx.options)
     if grads[0] is None:
-        return (None,) * 9
+        return (None,) * 7 + none
     saved = ctx.saved_tensors  # once: under activation checkpointing this is what makes them
-    dx_TD, dscores_TK, *dweights = hopper_backward(
-        grads[0].contiguous(), *saved, ctx.group_name, ctx.saved, ctx.capacity
-    )
-    return dx_TD, None, dscores_TK, *dweights, None, None, None
+    dx_TD, dscores_TK, *dweights = hopper_backward(grads[0].contiguous(), *saved, *ctx.options)
+    return dx_TD, None, dscores_TK, *dweights, None, *none
 
 
 hopper_forward.register_autograd(_hopper_backward, setup_context=_hopper_setup_context)
@@ -454,10 +494,11 @@ hopper_dispatch.register_autograd(_hopper_backward, setup_context=_hopper_setup_
 
 def _combine_setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
+    ctx.num_inputs = len(inputs)
 
 
 def _combine_backward(ctx, dout_TD):
-    return dout_TD, *[None] * 7
+    return dout_TD, *[None] * (ctx.num_inputs - 1)
 
 
 hopper_combine.register_autograd(_combine_backward, setup_context=_combine_setup_context)

@@ -149,7 +149,7 @@ def backward(
     link: Link,
     kept_activations: bool = True,
     precision: str = "bf16",
-    wgrad: str = "fp8",
+    wgrad: str = "bf16",
 ) -> Gradients:
     """The layer's backward, on the forward's plan. What the forward did not keep is pulled and computed again.
 

@@ -31,6 +31,7 @@ from .kernels.plan_tables import (
     LayerShape,
     Layout,
     layout_of,
+    num_blocks,
     PlanScratch,
     ResultRows,
     RowShape,
@@ -52,7 +53,14 @@ class Published:
     """Symmetric: every rank of the group reads or writes it. With one rank, buffers for peers are empty."""
 
     x_TD: torch.Tensor = buffer(  # noqa: N815
-        None, lambda s: _if_peers(s, s.max_tokens, s.dim), "this rank's tokens; with one rank they are read in place"
+        None,
+        lambda s: _if_peers(s, s.max_tokens, s.dim),
+        "this rank's tokens (in FP8: in the first half); with one rank they are read in place",
+    )
+    x_scales_Tb: torch.Tensor = buffer(  # noqa: N815
+        torch.float32,
+        lambda s: _if_peers(s, s.max_tokens, num_blocks(s.dim)),
+        "their scales, if they are in FP8, by block of 128 columns",
     )
     ids_TK: torch.Tensor = buffer(  # noqa: N815
         torch.int32, lambda s: (s.max_tokens, s.top_k), "global expert ids of their routes"
@@ -62,7 +70,10 @@ class Published:
     )
     num_tokens: torch.Tensor = buffer(torch.int32, lambda s: (1,), "how many tokens this rank has in this call")
     dout_TD: torch.Tensor = buffer(  # noqa: N815
-        None, lambda s: _if_peers(s, s.max_tokens, s.dim), "in backward: the gradient of this rank's output"
+        None, lambda s: _if_peers(s, s.max_tokens, s.dim), "in backward: the gradient of this rank's output, as x"
+    )
+    dout_scales_Tb: torch.Tensor = buffer(  # noqa: N815
+        torch.float32, lambda s: _if_peers(s, s.max_tokens, num_blocks(s.dim)), "its scales, as x's"
     )
     slots_PTD: torch.Tensor = buffer(  # noqa: N815
         None,
@@ -84,10 +95,12 @@ class Addresses:
     """Where each rank's :class:`Published` buffers are, as seen from this rank: tables of P base addresses."""
 
     x_P: torch.Tensor = buffer(torch.int64, lambda s: (s.ep_size,), "of x_TD")  # noqa: N815
+    x_scales_P: torch.Tensor = buffer(torch.int64, lambda s: (s.ep_size,), "of x_scales_Tb")  # noqa: N815
     ids_P: torch.Tensor = buffer(torch.int64, lambda s: (s.ep_size,), "of ids_TK")  # noqa: N815
     scores_P: torch.Tensor = buffer(torch.int64, lambda s: (s.ep_size,), "of scores_TK")  # noqa: N815
     num_tokens_P: torch.Tensor = buffer(torch.int64, lambda s: (s.ep_size,), "of num_tokens")  # noqa: N815
     dout_P: torch.Tensor = buffer(torch.int64, lambda s: (s.ep_size,), "of dout_TD")  # noqa: N815
+    dout_scales_P: torch.Tensor = buffer(torch.int64, lambda s: (s.ep_size,), "of dout_scales_Tb")  # noqa: N815
     slots_P: torch.Tensor = buffer(torch.int64, lambda s: (s.ep_size,), "of slots_PTD")  # noqa: N815
     score_slots_P: torch.Tensor = buffer(torch.int64, lambda s: (s.ep_size,), "of score_slots_PTK")  # noqa: N815
     flags_P: torch.Tensor = buffer(torch.int64, lambda s: (s.ep_size,), "of flags")  # noqa: N815
@@ -95,10 +108,12 @@ class Addresses:
 
 _ADDRESSED = {
     "x_P": "x_TD",
+    "x_scales_P": "x_scales_Tb",
     "ids_P": "ids_TK",
     "scores_P": "scores_TK",
     "num_tokens_P": "num_tokens",
     "dout_P": "dout_TD",
+    "dout_scales_P": "dout_scales_Tb",
     "slots_P": "slots_PTD",
     "score_slots_P": "score_slots_PTK",
     "flags_P": "flags",
@@ -448,7 +463,9 @@ class MemoryPlan:
         return "\n".join(lines)
 
 
-def plan_memory(shape: LayerShape, *, saved: str = "activations") -> MemoryPlan:
+def plan_memory(
+    shape: LayerShape, *, saved: str = "activations", precision: str = "bf16", wgrad: str = "bf16"
+) -> MemoryPlan:
     """Size every buffer that a layer of ``shape`` needs on one rank, allocating nothing.
 
     Buffers are rounded up to ``plan_tables.ALIGNMENT`` bytes, as they are when allocated. With exact sizing, row
@@ -457,6 +474,7 @@ def plan_memory(shape: LayerShape, *, saved: str = "activations") -> MemoryPlan:
     Args:
         shape: the layer's.
         saved: ``"activations"`` keeps pulled rows and gate/up from forward to backward; ``"inputs"`` keeps neither.
+        precision, wgrad: as in :func:`titan_megamoe.mega_moe`.
 
     Raises:
         ValueError: ``saved`` is neither.
@@ -465,7 +483,7 @@ def plan_memory(shape: LayerShape, *, saved: str = "activations") -> MemoryPlan:
         raise ValueError(f"plan_memory: saved = {saved!r} is not known. Use one of: activations, inputs.")
     even_rows = min(shape.max_tokens * shape.top_k, shape.max_rows)
     num_rows = shape.pool_rows if shape.capacity is not None else BLOCK_M * shape.tiles_for(even_rows)
-    rows = RowShape(layer=shape, num_rows=num_rows)
+    rows = RowShape(layer=shape, num_rows=num_rows, precision=precision, wgrad=wgrad)
     kept = Layout(KeptRows, rows).entries
     is_kept = saved == "activations"
 
@@ -485,7 +503,7 @@ def plan_memory(shape: LayerShape, *, saved: str = "activations") -> MemoryPlan:
                 "within a forward",
                 *layout_of(PlanScratch, shape).entries,
                 *layout_of(Counters, shape).entries,
-                *(() if is_kept else kept[:1]),
+                *(() if is_kept else (entry for entry in kept if entry.name.startswith("pool"))),
                 *Layout(HiddenRows, rows).entries,
                 *Layout(ResultRows, rows).entries,
                 is_passing=True,

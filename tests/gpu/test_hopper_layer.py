@@ -104,7 +104,7 @@ def test_auto_picks_the_kernels_for_bf16_and_the_reference_otherwise():
     inputs = random_layer(50, 128, 64, 4, 2)
     assert torch.equal(mega_moe(*inputs), mega_moe(*inputs, backend="hopper"))
     x, ids, scores, *weights = inputs
-    with pytest.raises(ValueError, match="backend = 'hopper' cannot run this layer: it computes in torch.bfloat16"):
+    with pytest.raises(ValueError, match="backend = 'hopper' cannot run this layer: it takes torch.bfloat16"):
         mega_moe(x.float(), ids, scores, *(w.float() for w in weights), backend="hopper")
 
 

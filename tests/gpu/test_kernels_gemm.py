@@ -188,7 +188,7 @@ class Layer:
 
     def pull_gemm_backward(self, rank, plan=None, **kwargs):
         rows = self.rows[rank]
-        names = ("gate_RF", "up_RF", *(field.name for field in fields(BackwardRows) if field.name != "dx_RD"))
+        names = ("gate_RF", "up_RF", "dout_RD", "row_scores_R", "dgate_RF", "dup_RF", "scaled_h_RF", "dscore_parts_NR")
         pull_gemm_backward(
             plan or self.plans[rank],
             self.counters[rank],

@@ -7,7 +7,15 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
-from tests.test_quantize_kernels import check_columns, check_rows, check_weights, EXPERTS, ROWS, WEIGHTS
+from tests.test_quantize_kernels import (
+    check_columns,
+    check_dequantize,
+    check_rows,
+    check_weights,
+    EXPERTS,
+    ROWS,
+    WEIGHTS,
+)
 from titan_megamoe.quantize import FP8
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
@@ -28,3 +36,8 @@ def test_weights(experts, rows, columns):
 @pytest.mark.parametrize("rows_of_experts", [*EXPERTS, [1000] * 8])
 def test_columns(rows_of_experts, dtype):
     check_columns(rows_of_experts, 768, dtype, device="cuda")
+
+
+@pytest.mark.parametrize("rows_of_experts", [*EXPERTS, [1000] * 8])
+def test_dequantize(rows_of_experts):
+    check_dequantize(rows_of_experts, 768, device="cuda")

@@ -32,6 +32,15 @@ ONE_RANK_RUNS = {
     "reference, accumulating": {**HOPPER, **ACCUMULATING, BACKEND: "reference"},
     "hopper, accumulating": {**HOPPER, **ACCUMULATING},
 }
+FP8 = {"model.moe.dispatch.precision": "fp8"}
+FP8_RUNS = {
+    "reference": {**HOPPER, **FP8, BACKEND: "reference"},
+    "hopper": {**HOPPER, **FP8},
+    "hopper, no weight cache": {**HOPPER, **FP8, "model.moe.dispatch.weight_cache": False},
+    "hopper, compiled": {**HOPPER, **FP8, "compile.enable": True},
+    "hopper, full checkpointing": {**HOPPER, **FP8, AC: "full"},
+    "hopper, accumulating": {**HOPPER, **FP8, **ACCUMULATING},
+}
 RANKS_RUNS = {
     "all_to_all": {"training.steps": 50, DISPATCH: "all_to_all"},
     "hopper": {"training.steps": 50},
@@ -84,6 +93,19 @@ def test_checkpointing_changes_no_bit_of_the_first_step(one_rank, run):
     for name, gradient in one_rank[run].gradients.items():
         if "experts" in name:
             assert torch.equal(gradient, one_rank["hopper"].gradients[name]), name
+
+
+def test_fp8(assets, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fp8")
+    runs = [options(assets, folder, settings) for settings in FP8_RUNS.values()]
+    results = dict(zip(FP8_RUNS, run_jobs(runs, ranks=1, folder=folder, keep_gradients=True)))
+    hopper_run = results["hopper"]
+    assert results["hopper, no weight cache"].losses == hopper_run.losses
+    assert results["hopper, full checkpointing"].losses[1] == hopper_run.losses[1]
+    for name in FP8_RUNS:
+        run = results[name]
+        assert run.losses[1] == pytest.approx(results["reference"].losses[1], rel=1e-3), name
+        assert sum(run.losses.values()) == pytest.approx(sum(results["reference"].losses.values()), rel=2e-2), name
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

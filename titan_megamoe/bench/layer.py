@@ -1,10 +1,12 @@
 """Time one layer's routed experts: ``python -m titan_megamoe.bench.layer --shape qwen3-30b --tokens 16384``.
 
 Every implementation gets the same weights, tokens, scores and random routing, and is timed with CUDA events, the median of
-``--repeats`` after ``--warmup``. *Full layer* is what full activation checkpointing runs: a forward, the forward again as far
+``--repeats`` after ``--warmup``, one right after the other: then power limits the clock of an H200, as it does in training.
+``--pause_ms`` lets it idle before each of them. *Full layer* is what full activation checkpointing runs: a forward, the forward again as far
 as backward needs it, and the backward. For TorchTitan's modules that is all of the forward; mega_moe on kernels does without
 the second down projection and combine. The ceiling is a dense matrix product through cuBLAS of the size of the gate and up
-projections, measured in the same run.
+projections, measured in the same run. In FP8, weights are quantised once for each optimizer step, and here therefore once;
+"no weight cache" quantises them in every forward and backward.
 
 With several ranks (``torchrun --nproc_per_node=8 -m titan_megamoe.bench.layer ...``) experts are spread over all ranks,
 ``--tokens`` is each rank's, and a time is that of the slowest rank.
@@ -18,6 +20,7 @@ import json
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -31,7 +34,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from .. import hopper, mega_moe  # noqa: E402
+from .. import hopper, mega_moe, WeightCache  # noqa: E402
 from .environment import describe_environment  # noqa: E402
 
 
@@ -166,6 +169,9 @@ def implementations(shape: Shape, inputs: Inputs, group) -> dict[str, Implementa
     def ours(**options) -> Layer:
         return lambda i: mega_moe(*i.arguments, group=group, **options)
 
+    def in_fp8(**options) -> dict:
+        return {"precision": "fp8", "weight_cache": WeightCache(), **options}
+
     eager = torchtitan_layer(shape, inputs, group)
     layers = {
         "torchtitan eager": Implementation(layer=eager),
@@ -179,6 +185,10 @@ def implementations(shape: Shape, inputs: Inputs, group) -> dict[str, Implementa
             HOPPER: {},
             f"{HOPPER}, saved = inputs": {"saved": "inputs"},
             f"{HOPPER}, capacity 1.25": {"capacity": 1.25},
+            f"{HOPPER} fp8": in_fp8(),
+            f"{HOPPER} fp8, wgrad = fp8": in_fp8(wgrad="fp8"),
+            f"{HOPPER} fp8, no weight cache": in_fp8(weight_cache=None),
+            f"{HOPPER} fp8_bwd": in_fp8(precision="fp8_bwd"),
         }.items():
             options["backend"] = "hopper"
             layers[name] = Implementation(layer=ours(**options), recomputed=ours(**options, is_recomputed=True))
@@ -188,12 +198,26 @@ def implementations(shape: Shape, inputs: Inputs, group) -> dict[str, Implementa
 # ---- timing
 
 
-def time_ms(function: Callable[[], object], warmup: int, repeats: int) -> dict[str, float]:
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    warmup: int
+    repeats: int
+    pause_ms: float
+
+
+def time_ms(function: Callable[[], object], timing: Timing) -> dict[str, float]:
     """Milliseconds: median, min and max; of the slowest rank."""
-    for _ in range(warmup):
+    for _ in range(timing.warmup):
         function()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    pairs = range(timing.repeats)
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in pairs]
     for start, end in events:
+        if timing.pause_ms:
+            torch.cuda.synchronize()
+            time.sleep(timing.pause_ms / 1e3)
+            torch.cuda._sleep(
+                20_000_000
+            )  # about 10 ms of one thread, in which the host gets ahead as it is in training
         if dist.is_initialized():
             dist.barrier()
         start.record()
@@ -207,7 +231,7 @@ def time_ms(function: Callable[[], object], warmup: int, repeats: int) -> dict[s
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def measure(implementation: Implementation, inputs: Inputs, warmup: int, repeats: int) -> dict:
+def measure(implementation: Implementation, inputs: Inputs, timing: Timing) -> dict:
     @torch.no_grad()
     def forward() -> None:
         implementation.layer(inputs)
@@ -224,18 +248,18 @@ def measure(implementation: Implementation, inputs: Inputs, warmup: int, repeats
         inputs.clear_gradients()
 
     return {
-        "forward": time_ms(forward, warmup, repeats),
-        "forward_and_backward": time_ms(forward_and_backward, warmup, repeats),
-        "full_layer": time_ms(full_layer, warmup, repeats),
+        "forward": time_ms(forward, timing),
+        "forward_and_backward": time_ms(forward_and_backward, timing),
+        "full_layer": time_ms(full_layer, timing),
         "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
     }
 
 
-def measure_ceiling(shape: Shape, rows: int, warmup: int, repeats: int) -> float:
+def measure_ceiling(shape: Shape, rows: int, timing: Timing) -> float:
     """TFLOP/s of cuBLAS on one dense ``[rows, D] x [D, 2F]`` product of random bf16 data."""
     a = torch.randn(rows, shape.dim, device="cuda", dtype=torch.bfloat16)
     b = torch.randn(shape.dim, 2 * shape.hidden_dim, device="cuda", dtype=torch.bfloat16)
-    milliseconds = time_ms(lambda: a @ b, warmup, repeats)["median"]
+    milliseconds = time_ms(lambda: a @ b, timing)["median"]
     return 4.0 * rows * shape.dim * shape.hidden_dim / milliseconds / 1e9
 
 
@@ -339,6 +363,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", help="an implementation; repeat for several (default: all)")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--pause_ms", type=float, default=0.0, help="idle time before each repeat")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="JSON file to write; a chart goes beside it")
     arguments = parser.parse_args()
@@ -353,6 +378,7 @@ def main() -> None:
     shape = SHAPES[arguments.shape]
     inputs = make_inputs(shape, arguments.tokens, ep_size, arguments.seed + rank)
     rows = arguments.tokens * shape.top_k
+    timing = Timing(warmup=arguments.warmup, repeats=arguments.repeats, pause_ms=arguments.pause_ms)
     report = {
         "command": " ".join(["python -m titan_megamoe.bench.layer", *sys.argv[1:]]),
         "environment": describe_environment(),
@@ -362,8 +388,9 @@ def main() -> None:
         "ep_size": ep_size,
         "routing": "uniformly random, distinct experts per token",
         "repeats": arguments.repeats,
+        "pause_ms": arguments.pause_ms,
         "forward_tflop": shape.forward_flops(rows) / 1e12,
-        "ceiling_tflops": measure_ceiling(shape, rows, arguments.warmup, arguments.repeats),
+        "ceiling_tflops": measure_ceiling(shape, rows, timing),
         "results": {},
     }
     for name, implementation in implementations(shape, inputs, group).items():
@@ -372,7 +399,7 @@ def main() -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         try:
-            report["results"][name] = measure(implementation, inputs, arguments.warmup, arguments.repeats)
+            report["results"][name] = measure(implementation, inputs, timing)
             if name == HOPPER:
                 report["results"][name]["stages"] = measure_stages(inputs, group, arguments.repeats)
         except Exception as error:  # a row that says why, not a crash

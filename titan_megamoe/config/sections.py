@@ -8,10 +8,11 @@ and ``integration/model.py`` turns them into the ``ModelSpec``. Fields document 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import get_args, Literal
 
 DispatchType = Literal["all_to_all", "deepep", "hybridep", "minimal_async_ep", "mega_moe"]
 Precision = Literal["bf16", "fp8", "fp8_bwd", "mxfp8"]
+STRATEGY_NAMES, PRECISION_NAMES = get_args(DispatchType), get_args(Precision)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -20,10 +21,10 @@ class DispatchSection:
     """How the routed experts communicate and compute; see the strategies table in the README."""
 
     precision: Precision = "bf16"
-    """Arithmetic of the experts' GEMMs. Only for type 'mega_moe'; the others keep 'bf16'. In this version 'fp8' and 'fp8_bwd'
-    are emulated by backend 'reference', for their effect on the loss, and 'mxfp8' is refused: see docs/precision.md."""
+    """Arithmetic of the experts' GEMMs: see docs/precision.md. Only for type 'mega_moe'; the others keep 'bf16'. 'fp8' and
+    'fp8_bwd' need a Hopper GPU, or backend 'reference', which emulates them slowly; 'mxfp8' is refused in this version."""
 
-    wgrad: Literal["fp8", "bf16"] = "fp8"
+    wgrad: Literal["bf16", "fp8"] = "bf16"
     """What 'fp8' and 'fp8_bwd' compute the experts' weight gradients in."""
 
     saved: Literal["activations", "inputs"] = "activations"
@@ -39,6 +40,10 @@ class DispatchSection:
     """Memory for the rows that a rank's experts receive, with backend 'hopper'. Unset: exactly what each call needs, for
     which the host waits once per layer. A number: that many times an even share, of static size; a step that would need
     more stops with an error that names the capacity that would have sufficed."""
+
+    weight_cache: bool = True
+    """With 'fp8' and 'fp8_bwd' on kernels: keep the experts' weights in FP8 until the optimizer steps or a checkpoint is
+    loaded, at 2 bytes for each weight of this rank's experts. Off: quantise them in every forward and backward."""
 
 
 @dataclass(kw_only=True, slots=True)

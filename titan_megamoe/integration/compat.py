@@ -34,6 +34,7 @@ from types import ModuleType, SimpleNamespace
 
 import spmd_types as spmd
 import torch
+import torch._dynamo
 import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.nn as nn
@@ -109,6 +110,18 @@ def check_versions() -> None:
         logger.warning(
             "TorchTitan %s is untested with titan_megamoe, which is written for %s.", torchtitan, TESTED_TORCHTITAN
         )
+
+
+def accept_data_dependent_outputs() -> None:
+    """Let a compiled block hold operators whose outputs are as large as the routing says.
+
+    Before torch 2.13, under selective checkpointing, the condition of the assertion that such a size is not negative was
+    handed from the forward's graph to the backward's, which Inductor refuses ("Unsupported inductor graph input type"). So
+    these assertions are left out there.
+    """
+    torch._dynamo.config.capture_dynamic_output_shape_ops = True
+    if _torch_version() < (2, 13):
+        torch._dynamo.config.do_not_emit_runtime_asserts = True
 
 
 def default_spmd_backend() -> str:

@@ -23,14 +23,23 @@ def mega_moe(
     cfg: RoutedExperts.Config,
     *,
     precision: str = "bf16",
-    wgrad: str = "fp8",
+    wgrad: str = "bf16",
     saved: str = "activations",
     backend: str = "auto",
     capacity: float | None = None,
+    weight_cache: bool = True,
 ) -> MegaMoERoutedExperts.Config:
     """Options as in ``[model.moe.dispatch]``."""
-    options = {"precision": precision, "wgrad": wgrad, "saved": saved, "backend": backend, "capacity": capacity}
-    return derive(cfg, MegaMoERoutedExperts.Config, **options)
+    return derive(
+        cfg,
+        MegaMoERoutedExperts.Config,
+        precision=precision,
+        wgrad=wgrad,
+        saved=saved,
+        backend=backend,
+        capacity=capacity,
+        weight_cache=weight_cache,
+    )
 
 
 @override(target=SelectiveAC.Config, exact=True, description="selective checkpointing that saves mega_moe's outputs")

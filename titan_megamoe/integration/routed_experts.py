@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch._dynamo
 import torchtitan.tools.utils
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 
 from ..ops import check_precision, mega_moe, select_backend
+from ..weight_cache import WeightCache
+from . import compat
 
 
 class MegaMoERoutedExperts(RoutedExperts):
@@ -23,10 +24,11 @@ class MegaMoERoutedExperts(RoutedExperts):
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
         precision: str = "bf16"
-        wgrad: str = "fp8"
+        wgrad: str = "bf16"
         saved: str = "activations"
         backend: str = "auto"
         capacity: float | None = None
+        weight_cache: bool = True
 
     def __init__(self, config: Config):
         if type(config.inner_experts) is not GroupedExperts.Config:
@@ -36,7 +38,7 @@ class MegaMoERoutedExperts(RoutedExperts):
                 "and set model.moe.dispatch.precision instead."
             )
         super().__init__(config)
-        check_precision(config.precision, config.wgrad, config.backend)
+        check_precision(config.precision, config.wgrad)
         self.precision = config.precision
         self.wgrad = config.wgrad
         self.saved = config.saved
@@ -44,9 +46,11 @@ class MegaMoERoutedExperts(RoutedExperts):
         self.asked_backend = config.backend
         self.backend = self._resolve_backend(config.inner_experts.hidden_dim)
         self.is_recomputed = False  # full activation checkpointing says otherwise
+        self.weight_cache = WeightCache() if config.weight_cache and config.precision != "bf16" else None
+        if self.weight_cache is not None:
+            self.register_load_state_dict_post_hook(lambda module, _: module.weight_cache.invalidate())
         self.ep_group: torch.distributed.ProcessGroup | None = None
-        # The operator's saved outputs have as many rows as were routed here, which a compiled block must accept.
-        torch._dynamo.config.capture_dynamic_output_shape_ops = True
+        compat.accept_data_dependent_outputs()  # as the operator's are, of which a compiled block must take what it saves
 
     def forward(
         self,
@@ -77,6 +81,7 @@ class MegaMoERoutedExperts(RoutedExperts):
             backend=self.backend,
             capacity=self.capacity,
             is_recomputed=self.is_recomputed,
+            weight_cache=self.weight_cache,
         )
         return out_TD.type_as(x_BLD).view(B, L, D)
 
@@ -92,7 +97,7 @@ class MegaMoERoutedExperts(RoutedExperts):
         """Ahead of the forward, which may be traced and has no GPU to ask while the model is on the meta device."""
         device = torch.device(torchtitan.tools.utils.device_type)
         return select_backend(
-            self.asked_backend, device, torch.bfloat16, self.inner_experts.w1_EFD.shape[2], hidden_dim
+            self.asked_backend, device, torch.bfloat16, self.inner_experts.w1_EFD.shape[2], hidden_dim, self.precision
         )
 
 

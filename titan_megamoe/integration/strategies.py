@@ -87,9 +87,11 @@ def _missing_for_mega_moe(config) -> str | None:
             "it has its own precisions and cannot run converted experts. Remove the quantize.grouped_mm converter from "
             "model.converters and set model.moe.dispatch.precision."
         )
-    uses_symmetric_memory = (
-        config.model.moe.dispatch.backend != "reference" and hopper.missing_on_this_machine() is None
-    )
+    dispatch: DispatchSection = config.model.moe.dispatch
+    no_kernels = hopper.missing_on_this_machine()
+    if dispatch.precision != "bf16" and dispatch.backend != "reference" and no_kernels:
+        return f"for precision = '{dispatch.precision}', {no_kernels}"
+    uses_symmetric_memory = dispatch.backend != "reference" and no_kernels is None
     if uses_symmetric_memory and config.parallelism.expert_parallel_degree > 1:
         return _unreachable_peer(config)
     return None
@@ -149,7 +151,7 @@ def check(config) -> None:
     dispatch: DispatchSection = config.model.moe.dispatch
     strategy, ep = STRATEGIES[dispatch.type], config.parallelism.expert_parallel_degree
     if dispatch.type == "mega_moe":
-        check_precision(dispatch.precision, dispatch.wgrad, dispatch.backend)
+        check_precision(dispatch.precision, dispatch.wgrad)
     elif dispatch.precision != "bf16":
         raise ValueError(
             f"model.moe.dispatch.precision = '{dispatch.precision}' belongs to type 'mega_moe', but the type is "
@@ -171,7 +173,8 @@ def override_imports(config) -> list[tuple[str, dict]]:
     named_by_user = {entry if isinstance(entry, str) else entry[0] for entry in config.override.imports}
     dispatch: DispatchSection = config.model.moe.dispatch
     if dispatch.type == "mega_moe":
-        options = {name: getattr(dispatch, name) for name in ("precision", "wgrad", "saved", "backend", "capacity")}
+        names = ("precision", "wgrad", "saved", "backend", "capacity", "weight_cache")
+        options = {name: getattr(dispatch, name) for name in names}
         entries.append((f"{_OVERRIDES}.mega_moe", options))
         if type(config.activation_checkpoint) is SelectiveAC.Config:
             entries.append((f"{_OVERRIDES}.selective_ac", {}))

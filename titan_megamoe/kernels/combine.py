@@ -21,9 +21,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
+from ..quantize import FP8
 from ..symmetric import SymmetricWorkspace
 from . import plan_tables
-from .plan_tables import PHASE_ALL_SENT, PHASE_PUBLISHED
+from .plan_tables import num_blocks, PHASE_ALL_SENT, PHASE_PUBLISHED
+from .quantize import quantize_rows
 
 _FAULT_DEADLINE = tl.constexpr(plan_tables.FAULT_DEADLINE)
 _FAULT_BAD_ID = tl.constexpr(plan_tables.FAULT_BAD_ID)
@@ -40,17 +42,24 @@ _PUBLISH_ELEMENTS = 4096
 
 
 def publish(
-    workspace: SymmetricWorkspace, x_TD: torch.Tensor, topk_ids_TK: torch.Tensor, topk_scores_TK: torch.Tensor
-) -> None:
+    workspace: SymmetricWorkspace,
+    x_TD: torch.Tensor,
+    topk_ids_TK: torch.Tensor,
+    topk_scores_TK: torch.Tensor,
+    *,
+    is_fp8: bool = False,
+) -> object:
     """Copy this rank's inputs to where every rank can read them, and check the routes on the way.
 
-    With one rank ``x_TD`` is not copied: the kernels read it where it is, so it must stay alive until they have run.
+    With one rank the tokens are not copied: the kernels read them where they are. They must stay alive until the kernels
+    that read them have been launched, and so must what this returns.
 
     Args:
         workspace: the group's.
         x_TD: ``[T, D]``, dtype of the workspace's shape, ``T <= max_tokens``.
         topk_ids_TK: ``[T, K]`` int32 or int64 global expert ids.
         topk_scores_TK: ``[T, K]`` fp32, or the dtype of ``x_TD``.
+        is_fp8: publish x in blockwise FP8.
 
     An id that is no expert's and a score that is not finite are recorded in ``workspace.local.fault``.
 
@@ -73,7 +82,12 @@ def publish(
         if tuple(tensor.shape) != (num_tokens, shape.top_k):
             raise ValueError(f"mega_moe: {name} is {tuple(tensor.shape)}, expected {(num_tokens, shape.top_k)}.")
     x_TD = x_TD.contiguous()
-    published = workspace.published
+    published, addresses = workspace.published, workspace.addresses
+    read_in_place = None
+    if is_fp8:
+        read_in_place = _publish_fp8(
+            workspace, x_TD, published.x_TD, published.x_scales_Tb, addresses.x_P, addresses.x_scales_P
+        )
     publish_kernel[(max(1, triton.cdiv(num_tokens, _PUBLISH_TOKENS)),)](
         x_TD,
         topk_ids_TK.contiguous(),
@@ -82,40 +96,77 @@ def publish(
         published.ids_TK,
         published.scores_TK,
         published.num_tokens,
-        workspace.addresses.x_P,
+        addresses.x_P,
         workspace.local.fault,
         num_tokens,
         workspace.rank,
         NUM_EXPERTS=shape.num_experts,
         DIM=shape.dim,
         TOP_K=shape.top_k,
-        COPY_X=shape.ep_size > 1,
+        COPY_X=shape.ep_size > 1 and not is_fp8,
+        IN_PLACE=shape.ep_size == 1 and not is_fp8,
         BLOCK_T=_PUBLISH_TOKENS,
         BLOCK_ROUTES=triton.next_power_of_2(_PUBLISH_TOKENS * shape.top_k),
         BLOCK_X=_PUBLISH_ELEMENTS,
         num_warps=4,
     )
+    return read_in_place
 
 
-def publish_rows(workspace: SymmetricWorkspace, *, dout_TD: torch.Tensor, x_TD: torch.Tensor | None = None) -> None:  # noqa: N803
+def publish_rows(
+    workspace: SymmetricWorkspace,
+    *,
+    dout_TD: torch.Tensor,  # noqa: N803
+    x_TD: torch.Tensor | None = None,  # noqa: N803
+    dout_is_fp8: bool = False,
+    x_is_fp8: bool = False,
+) -> object:
     """Make the gradient of this rank's output readable for every rank, in backward; and ``x`` once more, if it is wanted.
 
-    With one rank they are read where they are, as by :func:`publish`.
+    With one rank they are read where they are, as by :func:`publish`, and what this returns must stay alive as long.
 
     Args:
         dout_TD, x_TD: ``[T, D]``, contiguous, dtype of the workspace's shape, with the T of the forward.
+        dout_is_fp8, x_is_fp8: publish it in blockwise FP8.
     """
     published, addresses = workspace.published, workspace.addresses
-    for rows_TD, buffer_TD, address_P in (
-        (dout_TD, published.dout_TD, addresses.dout_P),
-        (x_TD, published.x_TD, addresses.x_P),
+    read_in_place = []
+    for is_fp8, rows_TD, *to in (
+        (dout_is_fp8, dout_TD, published.dout_TD, published.dout_scales_Tb, addresses.dout_P, addresses.dout_scales_P),
+        (x_is_fp8, x_TD, published.x_TD, published.x_scales_Tb, addresses.x_P, addresses.x_scales_P),
     ):
         if rows_TD is None:
             continue
-        if workspace.shape.ep_size > 1:
+        buffer_TD, _, address_P, _ = to
+        if is_fp8:
+            read_in_place.append(_publish_fp8(workspace, rows_TD, *to))
+        elif workspace.shape.ep_size > 1:
             buffer_TD[: rows_TD.shape[0]].copy_(rows_TD)
         else:
             address_P.fill_(rows_TD.data_ptr())
+    return read_in_place
+
+
+def _publish_fp8(
+    workspace: SymmetricWorkspace,
+    rows_TD: torch.Tensor,  # noqa: N803
+    buffer_TD: torch.Tensor,  # noqa: N803
+    scales_buffer_Tb: torch.Tensor,  # noqa: N803
+    address_P: torch.Tensor,  # noqa: N803
+    scales_address_P: torch.Tensor,  # noqa: N803
+) -> object:
+    """Quantise rows to where every rank can read them: with several ranks into the buffers, with one anywhere."""
+    num_tokens, dim = rows_TD.shape
+    if workspace.shape.ep_size > 1:
+        values_TD = buffer_TD.view(-1).view(FP8)[: num_tokens * dim].view(num_tokens, dim)
+        quantize_rows(rows_TD, values_TD, scales_buffer_Tb[:num_tokens])
+        return None
+    values_TD = torch.empty_like(rows_TD, dtype=FP8)
+    scales_Tb = rows_TD.new_empty(num_tokens, num_blocks(dim), dtype=torch.float32)
+    quantize_rows(rows_TD, values_TD, scales_Tb)
+    address_P.fill_(values_TD.data_ptr())
+    scales_address_P.fill_(scales_Tb.data_ptr())
+    return values_TD, scales_Tb
 
 
 def handshake(workspace: SymmetricWorkspace, phase: int) -> None:
@@ -248,6 +299,7 @@ def publish_kernel(
     DIM: tl.constexpr,
     TOP_K: tl.constexpr,
     COPY_X: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_ROUTES: tl.constexpr,
     BLOCK_X: tl.constexpr,
@@ -255,7 +307,7 @@ def publish_kernel(
     first_token = tl.program_id(0) * BLOCK_T
     if tl.program_id(0) == 0:
         tl.store(published_num_tokens, num_tokens)
-        if not COPY_X:
+        if IN_PLACE:
             tl.store(x_addresses_P, x_TD.to(tl.int64))
 
     route = tl.arange(0, BLOCK_ROUTES)

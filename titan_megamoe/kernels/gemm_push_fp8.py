@@ -7,10 +7,19 @@ The main loop is that of ``pull_gemm_fp8``: steps of 128, each product added wit
 weights'. A tile is 128 columns: with 256, the accumulators leave too few registers to the communication warps. What
 happens to y is as in ``gemm_push``: results travel in bf16.
 
+In backward (``gemm_push_backward_fp8``) the same kernel makes the gradient of x from those of gate and up:
+
+    y[r] = dgate[r] W1[expert] + dup[r] W3[expert]
+
+Tensor cores want both factors in FP8 contiguous along what is contracted: W1 and W3 come transposed, with the scales of the
+originals, which are read in the other order.
+
 Shape suffixes are those of ``plan_tables.py``; here also b blocks of 128.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from triton.experimental import gluon
@@ -81,32 +90,171 @@ def gemm_push_fp8(
     name = "gemm_push_fp8"
     num_rows, hidden_dim = h_RF.shape
     num_experts, dim, _ = w2_EDF.shape
-    top_k = plan.pull_rows_UK.shape[1]
-    alone = slots_addresses_P is None
-    if (out_TD is None) == alone:
-        raise ValueError(f"{name}: pass out_TD (with one rank) or slots_addresses_P (with several).")
-    check_sizes(name, num_rows, dim, hidden_dim, num_experts, top_k)
     check_blocks(name, dim, hidden_dim)
     blocks_d, blocks_f = dim // BLOCK.value, hidden_dim // BLOCK.value
     check_tensor(name, "h_RF", h_RF, (num_rows, hidden_dim), quantize.FP8)
     check_tensor(name, "h_scales_bR", h_scales_bR, (blocks_f, num_rows), torch.float32)
     check_tensor(name, "w2_EDF", w2_EDF, (num_experts, dim, hidden_dim), quantize.FP8)
     check_tensor(name, "w2_scales_Ebb", w2_scales_Ebb, (num_experts, blocks_d, blocks_f), torch.float32)
-    check_tensor(name, "y_RD", y_RD, (num_rows, dim), torch.bfloat16)
+
+    def operands() -> tuple:
+        descriptors = product_descriptors(h_RF, h_scales_bR, w2_EDF)
+        # Those of the second product are for backward.
+        return *descriptors, *descriptors, w2_scales_Ebb, w2_scales_Ebb
+
+    _launch(
+        name,
+        operands,
+        (num_rows, dim, hidden_dim, num_experts),
+        plan,
+        counters,
+        y_RD=y_RD,
+        out_TD=out_TD,
+        slots_addresses_P=slots_addresses_P,
+        score_gradients=None,
+        max_tokens=max_tokens,
+        fault=fault,
+        rank=rank,
+        num_sms=num_sms,
+        deadline_seconds=deadline_seconds,
+        tuning=tuning,
+    )
+
+
+def gemm_push_backward_fp8(
+    plan: KernelPlan,
+    counters: Counters,
+    *,
+    dgate_RF: torch.Tensor,  # noqa: N803
+    dgate_scales_bR: torch.Tensor,  # noqa: N803
+    dup_RF: torch.Tensor,  # noqa: N803
+    dup_scales_bR: torch.Tensor,  # noqa: N803
+    w1t_EDF: torch.Tensor,  # noqa: N803
+    w1_scales_Ebb: torch.Tensor,  # noqa: N803
+    w3t_EDF: torch.Tensor,  # noqa: N803
+    w3_scales_Ebb: torch.Tensor,  # noqa: N803
+    dx_RD: torch.Tensor,  # noqa: N803
+    dscore_parts_NR: torch.Tensor,  # noqa: N803
+    dx_TD: torch.Tensor | None = None,  # noqa: N803
+    dscores_TK: torch.Tensor | None = None,  # noqa: N803
+    slots_addresses_P: torch.Tensor | None = None,  # noqa: N803
+    score_slots_addresses_P: torch.Tensor | None = None,  # noqa: N803
+    max_tokens: int = 0,
+    fault: torch.Tensor,
+    rank: int = 0,
+    num_sms: int | None = None,
+    deadline_seconds: float = DEFAULT_DEADLINE_SECONDS,
+    tuning: GemmPushTuning | None = None,
+) -> None:
+    """Launch the kernel on the current stream, as :func:`gemm_push_fp8`.
+
+    Args:
+        plan, counters: as of ``gemm_push_backward``.
+        dgate_RF, dup_RF: e4m3 ``[R, F]``, and
+        dgate_scales_bR, dup_scales_bR: fp32 ``[F / 128, R]``, as ``pull_gemm_backward_fp8`` writes them.
+        w1t_EDF, w3t_EDF: e4m3 ``[e, D, F]``: W1 and W3 of this rank's experts, transposed. D and F are multiples of 128.
+        w1_scales_Ebb, w3_scales_Ebb: fp32 ``[e, F / 128, D / 128]``: of W1 and W3 as they are in forward.
+        dx_RD, dscore_parts_NR, dx_TD, dscores_TK, slots_addresses_P, score_slots_addresses_P, max_tokens, fault, rank,
+            num_sms, deadline_seconds, tuning: as of ``gemm_push_backward``.
+
+    Raises:
+        ValueError: a shape, dtype or layout is not as described.
+    """
+    name = "gemm_push_backward_fp8"
+    num_rows, hidden_dim = dgate_RF.shape
+    num_experts, dim, _ = w1t_EDF.shape
+    check_blocks(name, dim, hidden_dim)
+    blocks_d, blocks_f = dim // BLOCK.value, hidden_dim // BLOCK.value
+    for rows_name, rows, scales in (("dgate", dgate_RF, dgate_scales_bR), ("dup", dup_RF, dup_scales_bR)):
+        check_tensor(name, f"{rows_name}_RF", rows, (num_rows, hidden_dim), quantize.FP8)
+        check_tensor(name, f"{rows_name}_scales_bR", scales, (blocks_f, num_rows), torch.float32)
+    for weight_name, weight, scales in (("w1", w1t_EDF, w1_scales_Ebb), ("w3", w3t_EDF, w3_scales_Ebb)):
+        check_tensor(name, f"{weight_name}t_EDF", weight, (num_experts, dim, hidden_dim), quantize.FP8)
+        check_tensor(name, f"{weight_name}_scales_Ebb", scales, (num_experts, blocks_f, blocks_d), torch.float32)
+    if (dx_TD is None) != (dscores_TK is None) or (slots_addresses_P is None) != (score_slots_addresses_P is None):
+        raise ValueError(
+            f"{name}: pass both dx_TD and dscores_TK, or both slots_addresses_P and score_slots_addresses_P."
+        )
+    check_tensor(name, "dscore_parts_NR", dscore_parts_NR, (dscore_parts_NR.shape[0], num_rows), torch.float32)
+    if dscores_TK is not None:
+        check_tensor(name, "dscores_TK", dscores_TK, (dx_TD.shape[0], plan.pull_rows_UK.shape[1]), torch.float32)
+
+    def operands() -> tuple:
+        return (
+            *product_descriptors(dgate_RF, dgate_scales_bR, w1t_EDF),
+            *product_descriptors(dup_RF, dup_scales_bR, w3t_EDF),
+            w1_scales_Ebb,
+            w3_scales_Ebb,
+        )
+
+    _launch(
+        name,
+        operands,
+        (num_rows, dim, hidden_dim, num_experts),
+        plan,
+        counters,
+        y_RD=dx_RD,
+        out_TD=dx_TD,
+        slots_addresses_P=slots_addresses_P,
+        score_gradients=(dscore_parts_NR, dscores_TK if score_slots_addresses_P is None else score_slots_addresses_P),
+        max_tokens=max_tokens,
+        fault=fault,
+        rank=rank,
+        num_sms=num_sms,
+        deadline_seconds=deadline_seconds,
+        tuning=tuning,
+    )
+
+
+def product_descriptors(rows_RI: torch.Tensor, scales_bR: torch.Tensor, weights_EJI: torch.Tensor) -> tuple:  # noqa: N803
+    """Of the operands of a product that contracts I: the rows, whole tiles and halves; their scales; the weights."""
+    return (
+        fp8_descriptor(rows_RI, BLOCK_M.value),
+        fp8_descriptor(rows_RI, HALF_M.value),
+        TensorDescriptor.from_tensor(scales_bR, [1, BLOCK_M.value], scales_layout()),
+        fp8_descriptor(weights_EJI.view(-1, weights_EJI.shape[2]), BLOCK.value),
+    )
+
+
+def _launch(
+    name: str,
+    operands: Callable[[], tuple],
+    sizes: tuple[int, int, int, int],
+    plan: KernelPlan,
+    counters: Counters,
+    *,
+    y_RD: torch.Tensor,  # noqa: N803
+    out_TD: torch.Tensor | None,  # noqa: N803
+    slots_addresses_P: torch.Tensor | None,  # noqa: N803
+    score_gradients: tuple[torch.Tensor, torch.Tensor] | None,
+    max_tokens: int,
+    fault: torch.Tensor,
+    rank: int,
+    num_sms: int | None,
+    deadline_seconds: float,
+    tuning: GemmPushTuning | None,
+) -> None:
+    """``operands``: descriptors of both products', then the scales of both's weights. ``score_gradients``: in backward, the
+    parts and where their sums go."""
+    num_rows, dim, hidden_dim, num_experts = sizes
+    top_k = plan.pull_rows_UK.shape[1]
+    alone = slots_addresses_P is None
+    if (out_TD is None) == alone:
+        raise ValueError(f"{name}: pass the output (with one rank) or the addresses of slots (with several).")
+    check_tensor(name, "the rows' result", y_RD, (num_rows, dim), torch.bfloat16)
+    check_sizes(name, num_rows, dim, hidden_dim, num_experts, top_k)
     if alone:
-        check_tensor(name, "out_TD", out_TD, (out_TD.shape[0], dim), torch.bfloat16)
+        check_tensor(name, "the output", out_TD, (out_TD.shape[0], dim), torch.bfloat16)
     if num_rows == 0:
         return
 
     ep_size = 1 if alone else slots_addresses_P.numel()
     tuning = tuning or tune_gemm_push_fp8(dim, hidden_dim, top_k=top_k, ep_size=ep_size)
+    # Arguments that a variant does not use get some pointer.
+    parts_NR, score_outputs = score_gradients or (counters.queue, counters.queue)
     gemm_push_fp8_kernel[(grid_size(name, num_sms, y_RD.device),)](
-        fp8_descriptor(h_RF, BLOCK_M.value),
-        fp8_descriptor(h_RF, HALF_M.value),
-        TensorDescriptor.from_tensor(h_scales_bR, [1, BLOCK_M.value], scales_layout()),
-        fp8_descriptor(w2_EDF.view(-1, hidden_dim), BLOCK.value),
+        *operands(),
         tile_descriptor(y_RD, HALF_M.value, BLOCK.value),
-        w2_scales_Ebb,
         plan.sizes,
         plan.expert_start_e1,
         plan.tile_expert_M,
@@ -120,19 +268,29 @@ def gemm_push_fp8(
         out_TD if alone else y_RD,
         counters.queue if alone else slots_addresses_P,
         max_tokens,
+        parts_NR,
+        num_rows,
+        score_outputs,
         counters.queue,
         fault,
         rank,
         deadline_in_us(name, deadline_seconds),
-        **gemm_push_fp8_constants(tuning, dim=dim, hidden_dim=hidden_dim, top_k=top_k, ep_size=ep_size),
+        **gemm_push_fp8_constants(
+            tuning,
+            dim=dim,
+            hidden_dim=hidden_dim,
+            top_k=top_k,
+            ep_size=ep_size,
+            score_parts=parts_NR.shape[0] if score_gradients else 0,
+        ),
         num_warps=4,
     )
 
 
 def gemm_push_fp8_constants(
-    tuning: GemmPushTuning, *, dim: int, hidden_dim: int, top_k: int, ep_size: int
-) -> dict[str, int]:
-    """What the kernel is compiled for."""
+    tuning: GemmPushTuning, *, dim: int, hidden_dim: int, top_k: int, ep_size: int, score_parts: int
+) -> dict[str, int | bool]:
+    """What the kernel is compiled for; ``score_parts`` is 0 in forward."""
     consumer, comm, other = tuning.registers
     return {
         "DIM": dim,
@@ -148,6 +306,8 @@ def gemm_push_fp8_constants(
         "CONSUMER_REGS": consumer,
         "COMM_REGS": comm,
         "OTHER_REGS": other,
+        "BACKWARD": score_parts > 0,
+        "SCORE_PARTS": score_parts,
     }
 
 
@@ -155,28 +315,85 @@ def gemm_push_fp8_constants(
 
 
 @gluon.jit
-def _load(descs, operands, stages, tiles, DIM: gl.constexpr, HIDDEN: gl.constexpr, STAGES: gl.constexpr):
-    """Producer: load the operands and the rows' scales of each tile, up to STAGES steps ahead of the consumers."""
-    h_desc, half_h_desc, scales_desc, w2_desc = descs
-    h_bufs, scales_bufs, w2_bufs = operands
+def load_blocks(descs, operands, stages, row, rows, weight_row, step, NUM_STEPS: gl.constexpr, STAGES: gl.constexpr):
+    """Producer: load the operands of a product, BLOCK columns after the others: the tile's rows with their scales, and
+    BLOCK rows of weights. Up to STAGES steps ahead of the consumers. Returns the step after."""
+    rows_desc, half_rows_desc, scales_desc, weights_desc = descs
+    rows_bufs, scales_bufs, weights_bufs = operands
     stage_full, stage_empty = stages
+    OTHER_BYTES: gl.constexpr = weights_desc.block_type.nbytes + scales_desc.block_type.nbytes
+    for k in range(NUM_STEPS):
+        stage = step % STAGES
+        mbarrier.wait(stage_empty.index(stage), ((step // STAGES) & 1) ^ 1)
+        full = stage_full.index(stage)
+        rows_buf = rows_bufs.index(stage)
+        load_tile_rows(rows_desc, half_rows_desc, [row, k * BLOCK], rows, full, rows_buf, OTHER_BYTES)
+        async_load(scales_desc, [k, row], full, scales_bufs.index(stage))
+        async_load(weights_desc, [weight_row, k * BLOCK], full, weights_bufs.index(stage))
+        step += 1
+    return step
+
+
+@gluon.jit
+def multiply_blocks(
+    HALF: gl.constexpr,  # which half of the tile's rows
+    y,
+    scales,  # pointer to the weights' scale of the first step
+    scale,  # which has been loaded
+    STRIDE: gl.constexpr,  # from there to that of the next step
+    operands,
+    stages,
+    step,
+    NUM_STEPS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Consumer: add a product to 64 rows x 128 columns of y, block by block. Returns y and the step after."""
+    rows_bufs, scales_bufs, weights_bufs = operands
+    stage_full, stage_empty = stages
+    layout: gl.constexpr = y.type.layout
+    layout_r: gl.constexpr = gl.SliceLayout(1, layout)
+    zeros = gl.zeros([HALF_M, BLOCK], gl.float32, layout)
+    for k in range(NUM_STEPS):
+        stage = step % STAGES
+        mbarrier.wait(stage_full.index(stage), (step // STAGES) & 1)
+        rows = rows_bufs.index(stage).slice(HALF * HALF_M, HALF_M)
+        part = warpgroup_mma(rows, weights_bufs.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        row_scale_r = scales_bufs.index(stage).reshape([BLOCK_M]).slice(HALF * HALF_M, HALF_M).load(layout_r)
+        # The next step's scale of the weights is on its way while this one is multiplied.
+        next_scale = gl.load(scales + gl.minimum(k + 1, NUM_STEPS - 1) * STRIDE)
+        part = warpgroup_mma_wait(0, deps=(part,))
+        mbarrier.arrive(stage_empty.index(stage), count=1)
+        y += part * (row_scale_r * scale)[:, None]
+        scale = next_scale
+        step += 1
+    return y, step
+
+
+@gluon.jit
+def _load(
+    descs,
+    operands,
+    stages,
+    tiles,
+    DIM: gl.constexpr,
+    HIDDEN: gl.constexpr,
+    STAGES: gl.constexpr,
+    BACKWARD: gl.constexpr,
+):
+    """Producer: load the operands and the rows' scales of each tile."""
+    first_descs, next_descs = descs
     ring, ring_full, ring_empty = tiles
-    OTHER_BYTES: gl.constexpr = w2_desc.block_type.nbytes + scales_desc.block_type.nbytes
+    NUM_STEPS: gl.constexpr = HIDDEN // BLOCK
     step = 0
     count = 0
     tile = receive_tile(ring, ring_full, count)
     while tile >= 0:
         m, n, expert, rows = unpack_tile(tile)
         row = m * BLOCK_M
-        for k in range(HIDDEN // BLOCK):
-            stage = step % STAGES
-            mbarrier.wait(stage_empty.index(stage), ((step // STAGES) & 1) ^ 1)
-            full = stage_full.index(stage)
-            h_buf = h_bufs.index(stage)
-            load_tile_rows(h_desc, half_h_desc, [row, k * BLOCK], rows, full, h_buf, OTHER_BYTES)
-            async_load(scales_desc, [k, row], full, scales_bufs.index(stage))
-            async_load(w2_desc, [expert * DIM + n * BLOCK, k * BLOCK], full, w2_bufs.index(stage))
-            step += 1
+        weight_row = expert * DIM + n * BLOCK
+        step = load_blocks(first_descs, operands, stages, row, rows, weight_row, step, NUM_STEPS, STAGES)
+        if BACKWARD:  # that was dgate and W1; dup and W3 follow
+            step = load_blocks(next_descs, operands, stages, row, rows, weight_row, step, NUM_STEPS, STAGES)
         finish_tile(ring_empty, count)
         count += 1
         tile = receive_tile(ring, ring_full, count)
@@ -186,20 +403,22 @@ def _load(descs, operands, stages, tiles, DIM: gl.constexpr, HIDDEN: gl.constexp
 def _multiply(
     HALF: gl.constexpr,  # which half of each tile's rows
     consumer,
-    w2_scales_Ebb,
+    weight_scales,
     DIM: gl.constexpr,
     HIDDEN: gl.constexpr,
     STAGES: gl.constexpr,
+    BACKWARD: gl.constexpr,
 ):
     """Consumer: 64 rows x 128 columns of y, tile after tile, in turns as in ``gemm_push``."""
     operands, y_buf, turns, y_full, stages, tiles = consumer
-    h_bufs, scales_bufs, w2_bufs = operands
-    stage_full, stage_empty = stages
+    scales_Ebb, next_scales_Ebb = weight_scales
     ring, ring_full, ring_empty = tiles
     NUM_STEPS: gl.constexpr = HIDDEN // BLOCK
+    ALL_STEPS: gl.constexpr = 2 * NUM_STEPS if BACKWARD else NUM_STEPS
+    TILES_N: gl.constexpr = DIM // BLOCK
+    # In backward the weights are transposed, but not their scales.
+    STRIDE: gl.constexpr = TILES_N if BACKWARD else 1
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 32])
-    layout_r: gl.constexpr = gl.SliceLayout(1, layout)
-    zeros = gl.zeros([HALF_M, BLOCK], gl.float32, layout)
     step = 0
     count = 0
     tile = receive_tile(ring, ring_full, count)
@@ -207,27 +426,25 @@ def _multiply(
         m, n, expert, rows = unpack_tile(tile)
         if rows > HALF * HALF_M:
             y = gl.zeros([HALF_M, BLOCK], gl.float32, layout)
-            scales = w2_scales_Ebb + (expert * (DIM // BLOCK) + n) * NUM_STEPS
-            w2_scale = gl.load(scales)
-            for k in range(NUM_STEPS):
-                stage = step % STAGES
-                mbarrier.wait(stage_full.index(stage), (step // STAGES) & 1)
-                h = h_bufs.index(stage).slice(HALF * HALF_M, HALF_M)
-                part = warpgroup_mma(h, w2_bufs.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-                h_scale_r = scales_bufs.index(stage).reshape([BLOCK_M]).slice(HALF * HALF_M, HALF_M).load(layout_r)
-                # The next step's scale of the weights is on its way while this one is multiplied.
-                next_w2_scale = gl.load(scales + gl.minimum(k + 1, NUM_STEPS - 1))
-                part = warpgroup_mma_wait(0, deps=(part,))
-                mbarrier.arrive(stage_empty.index(stage), count=1)
-                y += part * (h_scale_r * w2_scale)[:, None]
-                w2_scale = next_w2_scale
-                step += 1
+            if BACKWARD:
+                at = expert * (NUM_STEPS * TILES_N) + n
+            else:
+                at = (expert * TILES_N + n) * NUM_STEPS
+            scale = gl.load(scales_Ebb + at)
+            next_scale = gl.load(next_scales_Ebb + at) if BACKWARD else scale
+            y, step = multiply_blocks(
+                HALF, y, scales_Ebb + at, scale, STRIDE, operands, stages, step, NUM_STEPS, STAGES
+            )
+            if BACKWARD:
+                y, step = multiply_blocks(
+                    HALF, y, next_scales_Ebb + at, next_scale, STRIDE, operands, stages, step, NUM_STEPS, STAGES
+                )
             finish_tile(ring_empty, count)
             await_turn(HALF, turns, count)
             y_buf.store(y.to(gl.bfloat16))
             fence_async_shared()
         else:
-            step = skip_steps(stages, step, NUM_STEPS, STAGES)
+            step = skip_steps(stages, step, ALL_STEPS, STAGES)
             finish_tile(ring_empty, count)
             await_turn(HALF, turns, count)
         mbarrier.arrive(y_full.index(HALF), count=1)
@@ -239,7 +456,7 @@ def _multiply(
 def _multiply_and_send(
     HALF: gl.constexpr,
     consumer,
-    w2_scales_Ebb,
+    weight_scales,
     sent,
     STAGES: gl.constexpr,
     DIM: gl.constexpr,
@@ -251,20 +468,26 @@ def _multiply_and_send(
     WARP_TOKENS: gl.constexpr,
     ROUTES: gl.constexpr,
     COLUMNS: gl.constexpr,
+    BACKWARD: gl.constexpr,
 ):
     """Consumer; once there are no more tiles, a communication warp in each of its four."""
-    _multiply(HALF, consumer, w2_scales_Ebb, DIM, HIDDEN, STAGES)
-    send_tokens(sent, DIM, TOP_K, EP_SIZE, TILES_N, FIRST_TILES, WARP_TOKENS, ROUTES, COLUMNS, False)
+    _multiply(HALF, consumer, weight_scales, DIM, HIDDEN, STAGES, BACKWARD)
+    send_tokens(sent, DIM, TOP_K, EP_SIZE, TILES_N, FIRST_TILES, WARP_TOKENS, ROUTES, COLUMNS, BACKWARD)
 
 
-@gluon.jit(do_not_specialize=["max_tokens", "rank", "deadline_us"])
+@gluon.jit(do_not_specialize=["max_tokens", "num_rows", "rank", "deadline_us"])
 def gemm_push_fp8_kernel(
-    h_desc,
-    half_h_desc,
+    a_desc,
+    half_a_desc,
     scales_desc,
-    w2_desc,
+    b_desc,
+    next_a_desc,
+    next_half_a_desc,
+    next_scales_desc,
+    next_b_desc,
+    b_scales_Ebb,
+    next_b_scales_Ebb,
     y_desc,
-    w2_scales_Ebb,
     sizes,
     expert_start_e1,
     tile_expert_M,
@@ -278,6 +501,9 @@ def gemm_push_fp8_kernel(
     out_TD,
     slots_addresses_P,
     max_tokens,
+    dscore_parts_NR,
+    num_rows,
+    score_outputs,
     queue,
     fault,
     rank,
@@ -295,11 +521,13 @@ def gemm_push_fp8_kernel(
     CONSUMER_REGS: gl.constexpr,
     COMM_REGS: gl.constexpr,
     OTHER_REGS: gl.constexpr,
+    BACKWARD: gl.constexpr,
+    SCORE_PARTS: gl.constexpr,
 ):
     TILES_N: gl.constexpr = DIM // BLOCK
-    h_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_M, BLOCK], h_desc.layout)
+    a_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_M, BLOCK], a_desc.layout)
     scales_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], scales_desc.layout)
-    w2_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK, BLOCK], w2_desc.layout)
+    b_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK, BLOCK], b_desc.layout)
     y_buf = gl.allocate_shared_memory(gl.bfloat16, [HALF_M, BLOCK], y_desc.layout)
     stages, tiles = make_pipeline(STAGES, 2, 4)  # both consumers, the producer and the store warp
     y_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -308,15 +536,19 @@ def gemm_push_fp8_kernel(
         mbarrier.init(y_full.index(i), count=1)
         mbarrier.init(turns.index(i), count=1)
 
-    descs = (h_desc, half_h_desc, scales_desc, w2_desc)
-    operands = (h_bufs, scales_bufs, w2_bufs)
+    first_descs = (a_desc, half_a_desc, scales_desc, b_desc)
+    next_descs = (next_a_desc, next_half_a_desc, next_scales_desc, next_b_desc)
+    descs = (first_descs, next_descs)
+    operands = (a_bufs, scales_bufs, b_bufs)
     consumer = (operands, y_buf, turns, y_full, stages, tiles)
     planned = (sizes, expert_start_e1, tile_expert_M, tile_rows_M)
     stored = (y_desc, y_buf, turns, y_full, done_M)
     tables = (send_order_U, pull_source_U, pull_rows_UK, pull_scores_UK)
     destinations = (out_TD, slots_addresses_P, max_tokens)
     faults = (fault, rank, deadline_us)
-    sent = (sizes, tables, y_RD, done_M, destinations, (), queue, faults)
+    score_gradients = (dscore_parts_NR, num_rows, score_outputs)
+    sent = (sizes, tables, y_RD, done_M, destinations, score_gradients, queue, faults)
+    weight_scales = (b_scales_Ebb, next_b_scales_Ebb)
     # Registers are granted per warpgroup, in this order: the producer's has a warp that does nothing.
     gl.warp_specialize(
         [
@@ -325,7 +557,7 @@ def gemm_push_fp8_kernel(
                 (
                     0,
                     consumer,
-                    w2_scales_Ebb,
+                    weight_scales,
                     sent,
                     STAGES,
                     DIM,
@@ -337,6 +569,7 @@ def gemm_push_fp8_kernel(
                     WARP_TOKENS,
                     ROUTES,
                     COLUMNS,
+                    BACKWARD,
                 ),
             ),
             (
@@ -344,7 +577,7 @@ def gemm_push_fp8_kernel(
                 (
                     1,
                     consumer,
-                    w2_scales_Ebb,
+                    weight_scales,
                     sent,
                     STAGES,
                     DIM,
@@ -356,9 +589,10 @@ def gemm_push_fp8_kernel(
                     WARP_TOKENS,
                     ROUTES,
                     COLUMNS,
+                    BACKWARD,
                 ),
             ),
-            (_load, (descs, operands, stages, tiles, DIM, HIDDEN, STAGES)),
+            (_load, (descs, operands, stages, tiles, DIM, HIDDEN, STAGES, BACKWARD)),
             (schedule_passes, (planned, queue, tiles, EP_SIZE, TILES_N, FIRST_TILES)),
             (store_tiles, (stored, tiles, BLOCK, FIRST_TILES)),
             (idle, ()),
@@ -375,8 +609,8 @@ def gemm_push_fp8_kernel(
                     WARP_TOKENS,
                     ROUTES,
                     COLUMNS,
-                    False,
-                    0,
+                    BACKWARD,
+                    SCORE_PARTS,
                 ),
             ),
             (
@@ -392,8 +626,8 @@ def gemm_push_fp8_kernel(
                     WARP_TOKENS,
                     ROUTES,
                     COLUMNS,
-                    False,
-                    0,
+                    BACKWARD,
+                    SCORE_PARTS,
                 ),
             ),
             (
@@ -409,8 +643,8 @@ def gemm_push_fp8_kernel(
                     WARP_TOKENS,
                     ROUTES,
                     COLUMNS,
-                    False,
-                    0,
+                    BACKWARD,
+                    SCORE_PARTS,
                 ),
             ),
             (
@@ -426,8 +660,8 @@ def gemm_push_fp8_kernel(
                     WARP_TOKENS,
                     ROUTES,
                     COLUMNS,
-                    False,
-                    0,
+                    BACKWARD,
+                    SCORE_PARTS,
                 ),
             ),
         ],

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
+from ..quantize import BLOCK, FP8
 from .tuning import num_score_parts
 
 BLOCK_M = 128
@@ -152,9 +153,9 @@ def _next_power_of_2(n: int) -> int:
 # ---- layouts
 
 
-def buffer(dtype: torch.dtype | None, shape: Callable[..., tuple[int, ...]], meaning: str):
+def buffer(dtype: torch.dtype | Callable | None, shape: Callable[..., tuple[int, ...]], meaning: str):
     """Declare a field of a buffer group. ``shape`` maps a :class:`LayerShape` to the tensor's (for buffers of rows, a
-    :class:`RowShape`); ``dtype`` None is the layer's."""
+    :class:`RowShape`), and so may ``dtype``; None is the layer's."""
     return field(metadata={"dtype": dtype, "shape": shape, "meaning": meaning})
 
 
@@ -189,9 +190,10 @@ class Layout:
         self.entries: list[Entry] = []
         offset = 0
         for declared in fields(group):
+            dtype = declared.metadata["dtype"] or shape.dtype
             entry = Entry(
                 name=declared.name,
-                dtype=declared.metadata["dtype"] or shape.dtype,
+                dtype=dtype if isinstance(dtype, torch.dtype) else dtype(shape),
                 shape=declared.metadata["shape"](shape),
                 meaning=declared.metadata["meaning"],
                 offset=offset,
@@ -322,19 +324,91 @@ class RowShape:
     """Padded rows: BLOCK_M times the tiles, as planned (exact sizing) or ``LayerShape.pool_rows`` (capacity)."""
     keeps_gate_up: bool = True
     """Whether gate and up are wanted, beside their product."""
+    precision: str = "bf16"
+    """As in :func:`titan_megamoe.mega_moe`."""
+    wgrad: str = "bf16"
+    """Likewise; says nothing where the backward is in bf16."""
 
     @property
     def dtype(self) -> torch.dtype:
         return self.layer.dtype
 
+    @property
+    def forward_fp8(self) -> bool:
+        return self.precision == "fp8"
 
-def _rows(dtype: torch.dtype | None, column_dim: str, meaning: str):
-    """A buffer of one row for each row of the pool, ``column_dim`` wide."""
-    return buffer(dtype, lambda s: (s.num_rows, getattr(s.layer, column_dim)), meaning)
+    @property
+    def backward_fp8(self) -> bool:
+        return self.precision in ("fp8", "fp8_bwd")
+
+    @property
+    def wgrad_fp8(self) -> bool:
+        return self.backward_fp8 and self.wgrad == "fp8"
+
+    @property
+    def wgrad_from_fp8(self) -> tuple[bool, bool]:
+        """Whether weight gradients in bf16 need x, and dout, back from FP8."""
+        is_bf16 = self.backward_fp8 and not self.wgrad_fp8
+        return is_bf16 and self.forward_fp8, is_bf16
+
+
+def _rows(dtype, column_dim: str, meaning: str, *, only_if: Callable[[RowShape], bool] | None = None):
+    """A buffer of one row for each row of the pool, ``column_dim`` wide; empty unless ``only_if``."""
+
+    def shape(s: RowShape) -> tuple[int, int]:
+        return s.num_rows if only_if is None or only_if(s) else 0, getattr(s.layer, column_dim)
+
+    return buffer(dtype, shape, meaning)
+
+
+def _row_scales(of: str, column_dim: str, only_if: Callable[[RowShape], bool]):
+    """The scales of rows in FP8, block by block; empty unless ``only_if``."""
+
+    def shape(s: RowShape) -> tuple[int, int]:
+        return num_blocks(getattr(s.layer, column_dim)), s.num_rows if only_if(s) else 0
+
+    return buffer(torch.float32, shape, f"scales of {of} in FP8, by block of 128 columns")
+
+
+def _columns(of: str, column_dim: str):
+    """Rows quantised along their columns and transposed, for weight gradients in FP8."""
+
+    def shape(s: RowShape) -> tuple[int, int]:
+        return getattr(s.layer, column_dim), s.num_rows if s.wgrad_fp8 else 0
+
+    return buffer(FP8, shape, f"{of}, transposed, for weight gradients in FP8; zeros in padding")
+
+
+def _column_scales(of: str, column_dim: str):
+    def shape(s: RowShape) -> tuple[int, int]:
+        return s.num_rows // BLOCK_M if s.wgrad_fp8 else 0, getattr(s.layer, column_dim)
+
+    return buffer(torch.float32, shape, f"scales of {of} transposed, by tile of 128 rows")
+
+
+def num_blocks(columns: int) -> int:
+    """Scales of a row in FP8."""
+    return -(-columns // BLOCK)
+
+
+def _forward_dtype(s: RowShape) -> torch.dtype:
+    return FP8 if s.forward_fp8 else s.dtype
+
+
+def _backward_dtype(s: RowShape) -> torch.dtype:
+    return FP8 if s.backward_fp8 else s.dtype
+
+
+def _forward_fp8(s: RowShape) -> bool:
+    return s.forward_fp8
+
+
+def _backward_fp8(s: RowShape) -> bool:
+    return s.backward_fp8
 
 
 # The rows of this rank's experts, in plan order, each expert's padded to whole tiles. Where it is not said otherwise,
-# padding is never read as data.
+# padding is never read as data. What a precision does not need is empty.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,21 +416,21 @@ class KeptRows:
     """What backward needs of the forward (``saved = "activations"``), or computes again (``"inputs"``)."""
 
     pool_RD: torch.Tensor = _rows(  # noqa: N815
-        None, "dim", "x of each row; zeros in padding up to the next multiple of 64, which weight gradients read"
+        _forward_dtype,
+        "dim",
+        "x of each row; zeros in padding up to the next multiple of 64, which weight gradients read",
     )
-    gate_RF: torch.Tensor = buffer(  # noqa: N815
-        None, lambda s: (s.num_rows if s.keeps_gate_up else 0, s.layer.hidden_dim), "x W1^T"
-    )
-    up_RF: torch.Tensor = buffer(  # noqa: N815
-        None, lambda s: (s.num_rows if s.keeps_gate_up else 0, s.layer.hidden_dim), "x W3^T"
-    )
+    gate_RF: torch.Tensor = _rows(None, "hidden_dim", "x W1^T", only_if=lambda s: s.keeps_gate_up)  # noqa: N815
+    up_RF: torch.Tensor = _rows(None, "hidden_dim", "x W3^T", only_if=lambda s: s.keeps_gate_up)  # noqa: N815
+    pool_scales_bR: torch.Tensor = _row_scales("x", "dim", _forward_fp8)  # noqa: N815
 
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenRows:
     """What the first half of a forward leaves to the second."""
 
-    h_RF: torch.Tensor = _rows(None, "hidden_dim", "silu(gate) * up")  # noqa: N815
+    h_RF: torch.Tensor = _rows(_forward_dtype, "hidden_dim", "silu(gate) * up")  # noqa: N815
+    h_scales_bR: torch.Tensor = _row_scales("h", "hidden_dim", _forward_fp8)  # noqa: N815
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -368,19 +442,40 @@ class ResultRows:
 class BackwardRows:
     """Of the first four, padding up to the next multiple of 64 is zero: weight gradients read it."""
 
-    dout_RD: torch.Tensor = _rows(None, "dim", "gradient of the output of each row's token")  # noqa: N815
+    dout_RD: torch.Tensor = _rows(_backward_dtype, "dim", "gradient of the output of each row's token")  # noqa: N815
     dgate_RF: torch.Tensor = _rows(None, "hidden_dim", "gradient of gate")  # noqa: N815
     dup_RF: torch.Tensor = _rows(None, "hidden_dim", "gradient of up")  # noqa: N815
     scaled_h_RF: torch.Tensor = _rows(  # noqa: N815
-        None, "hidden_dim", "score * silu(gate) * up; before that, h of saved = 'inputs'"
+        None, "hidden_dim", "score * silu(gate) * up; before that, in bf16, h of saved = 'inputs'"
     )
     dx_RD: torch.Tensor = _rows(None, "dim", "gradient of x of each row")  # noqa: N815
     row_scores_R: torch.Tensor = buffer(torch.float32, lambda s: (s.num_rows,), "score of each row's route")  # noqa: N815
     dscore_parts_NR: torch.Tensor = buffer(  # noqa: N815
         torch.float32,
-        lambda s: (num_score_parts(s.layer.dim, s.layer.hidden_dim), s.num_rows),
+        lambda s: (num_score_parts(s.layer.dim, s.layer.hidden_dim, is_fp8=s.backward_fp8), s.num_rows),
         "parts of each row's score gradient, by column tile",
     )
+    dout_scales_bR: torch.Tensor = _row_scales("dout", "dim", _backward_fp8)  # noqa: N815
+    dgate_fp8_RF: torch.Tensor = _rows(  # noqa: N815
+        FP8, "hidden_dim", "gradient of gate, to multiply; before that h of saved = 'inputs'", only_if=_backward_fp8
+    )
+    dgate_scales_bR: torch.Tensor = _row_scales("the gradient of gate", "hidden_dim", _backward_fp8)  # noqa: N815
+    dup_fp8_RF: torch.Tensor = _rows(FP8, "hidden_dim", "gradient of up, to multiply", only_if=_backward_fp8)  # noqa: N815
+    dup_scales_bR: torch.Tensor = _row_scales("the gradient of up", "hidden_dim", _backward_fp8)  # noqa: N815
+    x_bf16_RD: torch.Tensor = _rows(  # noqa: N815
+        None, "dim", "x of each row back from FP8, for weight gradients in bf16", only_if=lambda s: s.wgrad_from_fp8[0]
+    )
+    dout_bf16_RD: torch.Tensor = _rows(None, "dim", "dout likewise", only_if=lambda s: s.wgrad_from_fp8[1])  # noqa: N815
+    x_DR: torch.Tensor = _columns("x", "dim")  # noqa: N815
+    x_scales_MD: torch.Tensor = _column_scales("x", "dim")  # noqa: N815
+    dout_DR: torch.Tensor = _columns("dout", "dim")  # noqa: N815
+    dout_scales_MD: torch.Tensor = _column_scales("dout", "dim")  # noqa: N815
+    dgate_FR: torch.Tensor = _columns("dgate", "hidden_dim")  # noqa: N815
+    dgate_scales_MF: torch.Tensor = _column_scales("dgate", "hidden_dim")  # noqa: N815
+    dup_FR: torch.Tensor = _columns("dup", "hidden_dim")  # noqa: N815
+    dup_scales_MF: torch.Tensor = _column_scales("dup", "hidden_dim")  # noqa: N815
+    scaled_h_FR: torch.Tensor = _columns("scaled_h", "hidden_dim")  # noqa: N815
+    scaled_h_scales_MF: torch.Tensor = _column_scales("scaled_h", "hidden_dim")  # noqa: N815
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -173,11 +173,11 @@ def pull_gemm_backward_constants(
 # ---- the kernel
 
 _KERNEL = gl.constexpr(plan_tables.KERNEL_PULL_GEMM_BACKWARD)
-_GATE, _UP, _SCALED_H = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+GATE, UP, SCALED_H = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 
 @gluon.jit
-def _buffer(bufs, HALF: gl.constexpr, part, WHAT: gl.constexpr, PARTS: gl.constexpr):
+def activations_buffer(bufs, HALF: gl.constexpr, part, WHAT: gl.constexpr, PARTS: gl.constexpr):
     """The ``[HALF_M, PART_N]`` buffer of that half of a tile's rows and part of its columns."""
     return bufs.index((HALF * PARTS + part) * 3 + WHAT)
 
@@ -220,7 +220,7 @@ def _load(
 
 
 @gluon.jit
-def _load_activations(activations, tiles, BLOCK_N: gl.constexpr):
+def load_activations(activations, tiles, BLOCK_N: gl.constexpr):
     """Load gate and up of each tile into its consumers' buffers, as soon as the tile before has left them."""
     gate_desc, up_desc, bufs, full, empty = activations
     ring, ring_full, ring_empty = tiles
@@ -238,8 +238,8 @@ def _load_activations(activations, tiles, BLOCK_N: gl.constexpr):
                 mbarrier.expect(full.index(half), BYTES)
                 for part in gl.static_range(PARTS):
                     at = [m * BLOCK_M + half * HALF_M, n * BLOCK_N + part * PART_N]
-                    async_load(gate_desc, at, full.index(half), _buffer(bufs, half, part, _GATE, PARTS))
-                    async_load(up_desc, at, full.index(half), _buffer(bufs, half, part, _UP, PARTS))
+                    async_load(gate_desc, at, full.index(half), activations_buffer(bufs, half, part, GATE, PARTS))
+                    async_load(up_desc, at, full.index(half), activations_buffer(bufs, half, part, UP, PARTS))
         if rows > HALF_M:
             upper_count += 1
         finish_tile(ring_empty, count)
@@ -248,7 +248,7 @@ def _load_activations(activations, tiles, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _part_of(g, PART: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr):
+def part_of(g, PART: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr):
     """Columns of g that a thread has already: nothing moves."""
     if BLOCK_N == PART_N:
         part = g
@@ -259,12 +259,12 @@ def _part_of(g, PART: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr)
 
 
 @gluon.jit
-def _write_part(g, score_r, is_row_r, outputs, at, HALF: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr):
-    """Write dgate, dup and scaled_h of some columns. Returns their part of the score gradient."""
+def write_part(g, score_r, is_row_r, outputs, at, HALF: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr):
+    """Write dgate, dup and scaled_h of some columns. Returns their part of the score gradient, and dgate and dup in fp32."""
     dgate_desc, dup_desc, scaled_h_desc, bufs, _, _ = outputs
-    gate_buf = _buffer(bufs, HALF, PART, _GATE, PARTS)
-    up_buf = _buffer(bufs, HALF, PART, _UP, PARTS)
-    scaled_h_buf = _buffer(bufs, HALF, PART, _SCALED_H, PARTS)
+    gate_buf = activations_buffer(bufs, HALF, PART, GATE, PARTS)
+    up_buf = activations_buffer(bufs, HALF, PART, UP, PARTS)
+    scaled_h_buf = activations_buffer(bufs, HALF, PART, SCALED_H, PARTS)
     gate = gate_buf.load(g.type.layout).to(gl.float32)
     up = up_buf.load(g.type.layout).to(gl.float32)
     sigmoid = 1.0 / (1.0 + gl.exp(-gate))
@@ -276,13 +276,15 @@ def _write_part(g, score_r, is_row_r, outputs, at, HALF: gl.constexpr, PART: gl.
     g *= score
     dgate = g * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
     scaled_h_buf.store(gl.where(is_row, score * silu * up, 0.0).to(gl.bfloat16))
-    gate_buf.store(gl.where(is_row, dgate, 0.0).to(gl.bfloat16))
-    up_buf.store(gl.where(is_row, g * silu, 0.0).to(gl.bfloat16))
+    dgate = gl.where(is_row, dgate, 0.0)
+    gate_buf.store(dgate.to(gl.bfloat16))
+    dup = gl.where(is_row, g * silu, 0.0)
+    up_buf.store(dup.to(gl.bfloat16))
     fence_async_shared()
     async_store(scaled_h_desc, at, scaled_h_buf)
     async_store(dgate_desc, at, gate_buf)
     async_store(dup_desc, at, up_buf)
-    return dscore_r
+    return dscore_r, dgate, dup
 
 
 @gluon.jit
@@ -342,8 +344,8 @@ def _multiply(
             dscore_r = gl.zeros([HALF_M], gl.float32, gl.SliceLayout(1, part_layout))
             for part in gl.static_range(BLOCK_N // PART_N):
                 at = [m * BLOCK_M + HALF * HALF_M, n * BLOCK_N + part * PART_N]
-                dscore_r += _write_part(
-                    _part_of(g, part, BLOCK_N, part_layout),
+                part_dscore_r, dgate, dup = write_part(
+                    part_of(g, part, BLOCK_N, part_layout),
                     score_r,
                     is_row_r,
                     outputs,
@@ -352,6 +354,7 @@ def _multiply(
                     part,
                     BLOCK_N // PART_N,
                 )
+                dscore_r += part_dscore_r
             gl.store(dscore_parts_NR + n.to(gl.int64) * num_rows + row_r, dscore_r, mask=is_row_r)
             num_done += 1
         else:
@@ -430,7 +433,7 @@ def pull_gemm_backward_kernel(
             (_multiply, (1, consumer, scores, DIM, STAGES, BLOCK_N)),
             (_load, (descs, operands, stages, tiles, DIM, STAGES, BLOCK_N)),
             (schedule_arrived_tiles, (planned, faults, tiles, EP_SIZE, TILES_N, _KERNEL)),
-            (_load_activations, (activations, tiles, BLOCK_N)),
+            (load_activations, (activations, tiles, BLOCK_N)),
             (idle, ()),
             (pull_rows, (COMM_WARPS > 0, pulled, DIM, TOP_K, TOKENS, COLUMNS, True, 0)),
             (pull_rows, (COMM_WARPS > 1, pulled, DIM, TOP_K, TOKENS, COLUMNS, True, 0)),

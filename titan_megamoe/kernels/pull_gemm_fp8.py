@@ -250,6 +250,17 @@ def _larger(a, b):
 
 
 @gluon.jit
+def quantize_block(x):
+    """``[rows, BLOCK]`` in fp32 as e4m3, and the rows' scales. A row with a NaN or an infinity is all NaN."""
+    amax_r = _larger(gl.reduce(gl.abs(x), 1, _larger), _MIN_AMAX)
+    scaled = x * (_FP8_MAX / amax_r)[:, None]
+    limit = gl.zeros_like(scaled) + _FP8_MAX
+    # Rounding may leave the largest value just above 448; NaN must stay.
+    scaled = gl.where(scaled > limit, limit, gl.where(scaled < -limit, -limit, scaled))
+    return scaled.to(gl.float8e4nv), amax_r / _FP8_MAX
+
+
+@gluon.jit
 def _multiply(
     HALF: gl.constexpr,  # which half of each tile's rows
     consumer,
@@ -311,14 +322,10 @@ def _multiply(
                 _write_in_parts(gate, gate_desc, out_bufs.index(HALF), row, column)
                 _write_in_parts(up, up_desc, out_bufs.index(HALF), row, column)
             h = gate / (1.0 + gl.exp(-gate)) * up
-            amax_r = _larger(gl.reduce(gl.abs(h), 1, _larger), _MIN_AMAX)
-            scaled = h * (_FP8_MAX / amax_r)[:, None]
-            limit = gl.zeros_like(scaled) + _FP8_MAX
-            # Rounding may leave the largest value just above 448; NaN must stay.
-            scaled = gl.where(scaled > limit, limit, gl.where(scaled < -limit, -limit, scaled))
-            _write(scaled.to(gl.float8e4nv), h_desc, h_bufs.index(HALF), row, column)
+            values, scale_r = quantize_block(h)
+            _write(values, h_desc, h_bufs.index(HALF), row, column)
             to_r = h_scales_bR + n.to(gl.int64) * num_rows + m * BLOCK_M + row_in_tile_r
-            gl.store(to_r, amax_r / _FP8_MAX, mask=row_in_tile_r < rows)
+            gl.store(to_r, scale_r, mask=row_in_tile_r < rows)
         else:
             step = skip_steps(stages, step, NUM_STEPS, STAGES)
             finish_tile(ring_empty, count)

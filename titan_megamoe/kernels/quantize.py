@@ -4,6 +4,7 @@
     quantize_weights   weights, both orientations in one pass: 8-bit tensor cores want both factors contiguous along what
                        is contracted, which for a weight is one dimension in forward and the other in backward
     quantize_columns   rows of the pool, for weight gradients: transposed, so that an expert's rows are contiguous
+    dequantize_rows    rows of the pool back in bf16, for weight gradients in bf16
 
 Shape suffixes are those of ``plan_tables.py``; here also I, J any dimension, and b blocks of 128.
 """
@@ -25,6 +26,7 @@ _ROWS = 16
 """Rows of a program of ``quantize_rows``."""
 
 _PART = 32
+"""Rows of a block that a program holds at a time, of all others but ``quantize_columns``."""
 
 
 def quantize_rows(x_RI: torch.Tensor, values_RI: torch.Tensor, scales_Rb: torch.Tensor) -> None:  # noqa: N803
@@ -107,6 +109,29 @@ def quantize_columns(
             width,
             HAS_ROW_SCALES=is_fp8,
             num_warps=8,
+        )
+
+
+def dequantize_rows(
+    plan: KernelPlan,
+    values_RI: torch.Tensor,  # noqa: N803
+    scales_bR: torch.Tensor,  # noqa: N803
+    out_RI: torch.Tensor,  # noqa: N803
+) -> None:
+    """Rows of the pool back from FP8, for weight gradients in bf16.
+
+    Args:
+        plan: says which rows there are.
+        values_RI: ``[R, I]`` e4m3, R a multiple of 128.
+        scales_bR: fp32 ``[I / 128 rounded up, R]``: those of a block of 128 columns lie side by side.
+        out_RI: ``[R, I]`` bf16, written where there are tiles: zeros in padding.
+    """
+    num_rows, width = values_RI.shape
+    _check("scales_bR", scales_bR, (triton.cdiv(width, quantize.BLOCK), num_rows), torch.float32)
+    _check("out_RI", out_RI, (num_rows, width), torch.bfloat16)
+    if values_RI.numel():
+        dequantize_rows_kernel[(num_rows // _PART, triton.cdiv(width, quantize.BLOCK))](
+            values_RI, scales_bR, plan.sizes, plan.tile_rows_M, out_RI, num_rows, width, PART=_PART, num_warps=4
         )
 
 
@@ -213,3 +238,19 @@ def quantize_columns_kernel(
         at_IR = column_I.to(tl.int64)[:, None] * num_rows + row_R[None, :]
         tl.store(values_IR + at_IR, values, mask=is_column_I[:, None])
         tl.store(scales_MI + tile.to(tl.int64) * width + column_I, _scale(amax_I), mask=is_column_I)
+
+
+@triton.jit
+def dequantize_rows_kernel(values_RI, scales_bR, sizes, tile_rows_M, out_RI, num_rows, width, PART: tl.constexpr):
+    """PART rows of a tile to a program."""
+    row_R = tl.program_id(0) * PART + tl.arange(0, PART)
+    tile = tl.program_id(0) * PART // _BLOCK
+    if tile < tl.load(sizes):
+        block = tl.program_id(1)
+        column_I = block * _BLOCK + tl.arange(0, _BLOCK)
+        is_row_R = row_R - tile * _BLOCK < tl.load(tile_rows_M + tile)  # what is in padding is not read
+        is_column_RI = (column_I < width)[None, :]
+        at_RI = row_R.to(tl.int64)[:, None] * width + column_I[None, :]
+        values = tl.load(values_RI + at_RI, mask=is_row_R[:, None] & is_column_RI, other=0.0).to(tl.float32)
+        scale_R = tl.load(scales_bR + block.to(tl.int64) * num_rows + row_R, mask=is_row_R, other=0.0)
+        tl.store(out_RI + at_RI, (values * scale_R[:, None]).to(tl.bfloat16), mask=is_column_RI)

@@ -96,9 +96,20 @@ def tune_pull_gemm_fp8(dim: int) -> PullGemmTuning:
     )
 
 
-def num_score_parts(dim: int, hidden_dim: int) -> int:
+def tune_pull_gemm_backward_fp8(dim: int) -> PullGemmTuning:
+    """For rows of ``dout`` of ``dim`` (D) columns. A stage holds 128 columns of 128 rows and of 128 rows of W2 transposed, in
+    FP8, next to twelve buffers of 64 x 64 in bf16."""
+    return PullGemmTuning(
+        block_n=128,
+        stages=4,
+        columns=min(1024, _next_power_of_2(dim // 2)),  # of two bytes, as they are copied
+        registers=(216, 48, 32),  # a consumer has the product of a step beside g, then dgate and dup
+    )
+
+
+def num_score_parts(dim: int, hidden_dim: int, *, is_fp8: bool = False) -> int:
     """Column tiles of ``pull_gemm_backward``, each of which has a part of a row's score gradient."""
-    return hidden_dim // tune_pull_gemm_backward(dim, hidden_dim).block_n
+    return hidden_dim // (128 if is_fp8 else tune_pull_gemm_backward(dim, hidden_dim).block_n)
 
 
 def tune_gemm_push(dim: int, hidden_dim: int, *, top_k: int, ep_size: int) -> GemmPushTuning:

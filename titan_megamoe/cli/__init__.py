@@ -1,0 +1,1 @@
+"""The command ``titan-megamoe``: what one does before and around a training run."""
