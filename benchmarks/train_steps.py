@@ -26,6 +26,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from titan_megamoe.bench.environment import describe_environment  # noqa: E402
 from titan_megamoe.bench.one_gpu import concurrent_kernels  # noqa: E402
+from titan_megamoe.cli.compare import strategy_options  # noqa: E402
 
 STEP = re.compile(
     r"step: *(\d+) .*?loss: *([\d.]+).*?grad_norm: *([\d.]+).*?memory: *([-\d.]+)GiB.*?tps: *([\d,]+).*?mfu: *([\d.]+)%"
@@ -42,12 +43,8 @@ def command(run: str, arguments: argparse.Namespace) -> list[str]:
     if run == "stock":
         return [*torchrun, str(REPOSITORY / "benchmarks" / "stock_torchtitan.py"), arguments.config, *common]
     routing = ["--model.moe.force_load_balance", arguments.routing]
-    strategy, _, precision = run.partition(":")
-    options = ["--model.moe.dispatch.type", strategy]
-    if precision:
-        options += ["--model.moe.dispatch.precision" if strategy == "mega_moe" else "--model.converters", precision]
     module = "titan_megamoe.bench.one_gpu" if arguments.one_gpu else "titan_megamoe.train"
-    return [*torchrun, "-m", module, "--config", arguments.config, *options, *routing, *common]
+    return [*torchrun, "-m", module, "--config", arguments.config, *strategy_options(run), *routing, *common]
 
 
 def measure(run: str, arguments: argparse.Namespace) -> dict:

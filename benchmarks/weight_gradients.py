@@ -1,12 +1,13 @@
-"""Check and time ``weight_gradients`` on one NVIDIA Hopper GPU.
+"""Check and time ``weight_gradients`` and ``weight_gradients_fp8`` on one NVIDIA Hopper GPU.
 
     python benchmarks/weight_gradients.py --json weight_gradients.json [--shapes qwen3-30b ...] [--repeats 20]
 
 Random routing (top-8 of uniform random numbers over 128 experts), random bf16 data; of EP = 8, one rank's 16 experts
 with as many rows as one rank without EP has. Beside the kernel, on the same data: "grouped_mm", PyTorch's grouped
 product, once per gradient, over rows without padding; and "dense", one matrix product of as many operations, depth and
-results by PyTorch: the practical ceiling on this card at this moment, since its clock follows its power. TFLOP/s count
-real rows. Times are medians of CUDA events around one launch, in ms, with minimum and maximum.
+results by PyTorch: the practical ceiling on this card at this moment, since its clock follows its power. "quantising" is
+what the FP8 kernel needs before it: its five inputs, x and dout from FP8 rows, the other three from bf16. TFLOP/s count
+real rows. Times are medians of CUDA events around one launch (of the quantisation, five), in ms, with minimum and maximum.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -25,8 +27,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from titan_megamoe.bench.environment import describe_environment
 from titan_megamoe.kernels.plan_tables import BLOCK_M, Counters, KernelPlan, LayerShape, Layout
-from titan_megamoe.kernels.tuning import tune_weight_gradients
+from titan_megamoe.kernels.quantize import quantize_columns, quantize_rows
+from titan_megamoe.kernels.tuning import tune_weight_gradients, tune_weight_gradients_fp8
 from titan_megamoe.kernels.weight_gradients import weight_gradients
+from titan_megamoe.kernels.weight_gradients_fp8 import weight_gradients_fp8
+from titan_megamoe.quantize import BLOCK, FP8
 
 NUM_ROWS = 16384 * 8
 # D, F, local experts
@@ -113,20 +118,27 @@ class Gradients:
             **kwargs,
         )
 
-    def check(self, **kwargs) -> float:
+    def check(self) -> float:
         """Run the kernel on poisoned gradients. Returns the largest relative error of an expert; raises if too big."""
+        self.poison()
+        self.run()
+        return self.worst_error(self.products, tolerance=3e-3)
+
+    def poison(self) -> None:
         for _, _, gradient in self.products:
             gradient.fill_(float("nan"))
         self.counters.queue.zero_()
-        self.run(**kwargs)
+
+    def worst_error(self, products: Iterable[tuple[torch.Tensor, ...]], tolerance: float) -> float:
+        """Of an expert's gradient, against the product of rows in fp32."""
         starts = self.start_e1.tolist()
         worst = 0.0
-        for left, right, gradient in self.products:
+        for left, right, gradient in products:
             for expert, got in enumerate(gradient):
                 mine = slice(starts[expert], starts[expert + 1])
                 expected = left[mine].float().T @ right[mine].float()
                 error = ((got.float() - expected).norm() / expected.norm()).item()
-                if not error < 3e-3:  # so that NaN fails, too
+                if not error < tolerance:  # so that NaN fails, too
                     raise AssertionError(f"Relative error {error} of expert {expert}.")
                 worst = max(worst, error)
         return worst
@@ -148,6 +160,72 @@ class Gradients:
         return lambda: left @ right
 
 
+class Fp8Gradients:
+    """The same rows in FP8, and the FP8 kernel over them."""
+
+    def __init__(self, gradients: Gradients):
+        self.bf16 = gradients
+        num_rows = gradients.x_RD.shape[0]
+        # A tile's rows, of which padding is the last.
+        rows_M = gradients.is_real.view(-1, BLOCK_M).sum(1).int()
+        sizes = torch.tensor([rows_M.numel(), 0, 0, 0], dtype=torch.int32, device="cuda")
+        self.tiles = SimpleNamespace(sizes=sizes, tile_rows_M=rows_M)
+        self.to_quantize = []
+        self.inputs = {}
+        for name, rows_RI, dim, is_fp8 in (
+            ("x", gradients.x_RD, "D", True),
+            ("dout", gradients.dout_RD, "D", True),
+            ("dgate", gradients.dgate_RF, "F", False),
+            ("dup", gradients.dup_RF, "F", False),
+            ("scaled_h", gradients.scaled_h_RF, "F", False),
+        ):
+            width = rows_RI.shape[1]
+            row_scales_bR = None
+            if is_fp8:
+                values_RI = torch.empty_like(rows_RI, dtype=FP8)
+                row_scales_Rb = torch.empty(num_rows, width // BLOCK, device="cuda")
+                quantize_rows(rows_RI, values_RI, row_scales_Rb)
+                rows_RI, row_scales_bR = values_RI, row_scales_Rb.T.contiguous()
+            values_IR = torch.empty(width, num_rows, dtype=FP8, device="cuda")
+            scales_MI = torch.empty(num_rows // BLOCK_M, width, device="cuda")
+            self.to_quantize.append((rows_RI, values_IR, scales_MI, row_scales_bR))
+            self.inputs |= {f"{name}_{dim}R": values_IR, f"{name}_scales_M{dim}": scales_MI}
+        self.quantize()
+
+    def quantize(self) -> None:
+        for rows_RI, values_IR, scales_MI, row_scales_bR in self.to_quantize:
+            quantize_columns(self.tiles, rows_RI, values_IR, scales_MI, row_scales_bR=row_scales_bR)
+
+    def run(self, **kwargs) -> None:
+        of = self.bf16
+        to = dict(dw1_EFD=of.dw1_EFD, dw2_EDF=of.dw2_EDF, dw3_EFD=of.dw3_EFD)
+        weight_gradients_fp8(of.plan, of.counters, **self.inputs, **to, **kwargs)
+
+    def quantize_and_run(self) -> None:
+        self.quantize()
+        self.run()
+
+    def check(self) -> float:
+        """As of :class:`Gradients`, against what the quantised inputs stand for."""
+        self.bf16.poison()
+        self.run()
+        dw1, dw3, dw2 = (gradient for _, _, gradient in self.bf16.products)
+
+        def rows(name: str, dim: str) -> torch.Tensor:
+            scales_RI = self.inputs[f"{name}_scales_M{dim}"].repeat_interleave(BLOCK_M, dim=0)
+            return self.inputs[f"{name}_{dim}R"].float().T * scales_RI
+
+        products = (
+            (rows(left, left_dim), rows(right, right_dim), gradient)
+            for left, left_dim, right, right_dim, gradient in (
+                ("dgate", "F", "x", "D", dw1),
+                ("dup", "F", "x", "D", dw3),
+                ("dout", "D", "scaled_h", "F", dw2),
+            )
+        )
+        return self.bf16.worst_error(products, tolerance=5e-3)
+
+
 def time_ms(prepare: Callable[[], None], launch: Callable[[], None], repeats: int) -> list[float]:
     events = []
     for _ in range(repeats + 3):
@@ -164,7 +242,10 @@ def time_ms(prepare: Callable[[], None], launch: Callable[[], None], repeats: in
 
 def measure(name: str, repeats: int) -> list[Result]:
     gradients = Gradients(name)
-    print(f"{name}: {gradients.num_real_rows} rows; relative error {gradients.check():.1e} against fp32", flush=True)
+    fp8 = Fp8Gradients(gradients)
+    errors = f"relative errors {gradients.check():.1e} (FP8: {fp8.check():.1e}) against fp32"
+    print(f"{name}: {gradients.num_real_rows} rows; {errors}", flush=True)
+    torch.cuda.empty_cache()
     zero = gradients.counters.queue.zero_
     results = []
     for kernel, make in (
@@ -172,6 +253,10 @@ def measure(name: str, repeats: int) -> list[Result]:
         ("grouped_mm", gradients.grouped_mm),
         ("weight_gradients", lambda: gradients.run),
         ("weight_gradients, accumulating", lambda: lambda: gradients.run(accumulate=True)),
+        ("weight_gradients_fp8", lambda: fp8.run),
+        ("weight_gradients_fp8, accumulating", lambda: lambda: fp8.run(accumulate=True)),
+        ("quantising", lambda: fp8.quantize),
+        ("quantising + weight_gradients_fp8", lambda: fp8.quantize_and_run),
     ):
         times = time_ms(zero, make(), repeats)
         median = statistics.median(times)
@@ -186,7 +271,7 @@ def measure(name: str, repeats: int) -> list[Result]:
             )
         )
         rate = f"{results[-1].tflops:6.0f} TFLOP/s"
-        print(f"  {kernel:<32} {median:8.4f} [{min(times):8.4f}, {max(times):8.4f}] {rate}", flush=True)
+        print(f"  {kernel:<34} {median:8.4f} [{min(times):8.4f}, {max(times):8.4f}] {rate}", flush=True)
         torch.cuda.empty_cache()
     return results
 
@@ -206,6 +291,7 @@ def main() -> None:
         "environment": describe_environment(),
         "repeats": args.repeats,
         "tunings": {name: asdict(tune_weight_gradients(*SHAPES[name][:2])) for name in args.shapes},
+        "tunings_fp8": {name: asdict(tune_weight_gradients_fp8(*SHAPES[name][:2])) for name in args.shapes},
         "results": [asdict(result) for result in results],
     }
     args.json.write_text(json.dumps(report, indent=1))

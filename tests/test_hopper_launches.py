@@ -21,6 +21,7 @@ from titan_megamoe.kernels import (
     pull_gemm_fp8,
     quantize,
     weight_gradients,
+    weight_gradients_fp8,
 )
 from titan_megamoe.kernels.plan_tables import LayerShape
 from titan_megamoe.symmetric import SymmetricWorkspace, virtual_workspaces
@@ -38,6 +39,7 @@ MODULES = (
     pull_gemm_fp8,
     quantize,
     weight_gradients,
+    weight_gradients_fp8,
 )
 BF16 = Numerics()
 PLAN = ["publish", "count", "scan", "place"]
@@ -157,7 +159,7 @@ DGRAD_FP8 = [QUANTIZE, WEIGHT, "pull_gemm_backward_fp8", WEIGHT, WEIGHT, "gemm_p
 WGRAD_FP8 = [COLUMNS] * 5 + ["weight_gradients_fp8"]
 
 
-@pytest.mark.parametrize("wgrad", ["bf16"])
+@pytest.mark.parametrize("wgrad", ["bf16", "fp8"])
 @pytest.mark.parametrize("capacity", [None, 1.5])
 def test_fp8(launches, wgrad, capacity):
     run(*make_layer(1, capacity), keep=True, numerics=Numerics(precision="fp8", wgrad=wgrad))
@@ -165,7 +167,7 @@ def test_fp8(launches, wgrad, capacity):
     assert launches == [*FORWARD_FP8, *DGRAD_FP8, *(WGRAD_FP8 if wgrad == "fp8" else in_bf16)]
 
 
-@pytest.mark.parametrize("wgrad", ["bf16"])
+@pytest.mark.parametrize("wgrad", ["bf16", "fp8"])
 def test_fp8_in_backward_only(launches, wgrad):
     run(*make_layer(1), keep=True, numerics=Numerics(precision="fp8_bwd", wgrad=wgrad))
     in_bf16 = ["dequantize_rows", "weight_gradients"]

@@ -90,10 +90,10 @@ def check_columns(rows_of_experts: list[int], width: int, dtype: torch.dtype, de
         if INTERPRETED:
             x = x.nan_to_num(0, 0, 0)
         blocks = reference.quantize_rows(x)
-        x, row_scales, exact = blocks.values, blocks.scales, blocks.dequantize()
+        x, row_scales, exact = blocks.values, blocks.scales.T.contiguous(), blocks.dequantize()
     values = torch.empty(width, num_rows, dtype=reference.FP8, device=device)
     scales = torch.full((num_rows // 128, width), -1.0, device=device)
-    quantize.quantize_columns(plan, x, values, scales, row_scales_Rb=row_scales)
+    quantize.quantize_columns(plan, x, values, scales, row_scales_bR=row_scales)
     for tile, rows in enumerate(tiles):
         start = 128 * tile
         expected = reference._quantize(exact[start : start + rows], (128, 1))
@@ -155,13 +155,13 @@ if INTERPRETED:
             quantize.quantize_rows(x, x, scales)
         with pytest.raises(ValueError, match=r"scales_Rb is \(4, 2\)"):
             quantize.quantize_rows(x, values, torch.empty(4, 2))
-        with pytest.raises(ValueError, match="pass row_scales_Rb with e4m3 rows, and only with them"):
+        with pytest.raises(ValueError, match="pass row_scales_bR with e4m3 rows, and only with them"):
             quantize.quantize_columns(
                 None,
                 torch.zeros(128, 4),
                 torch.empty(4, 128, dtype=reference.FP8),
                 torch.empty(1, 4),
-                row_scales_Rb=scales,
+                row_scales_bR=scales,
             )
 
 else:
@@ -209,9 +209,13 @@ else:
 
     @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp8e4nv"])
     def test_columns_compile(dtype):
-        pointers = dict(x_RI=dtype, row_scales_Rb="fp32", sizes="i32", tile_rows_M="i32", values_IR="fp8e4nv")
-        constants = dict(HAS_ROW_SCALES=dtype == "fp8e4nv")
+        pointers = dict(x_RI=dtype, row_scales_bR="fp32", sizes="i32", tile_rows_M="i32", values_IR="fp8e4nv")
+        columns, num_warps = quantize._COLUMNS[{"bf16": 2, "fp32": 4, "fp8e4nv": 1}[dtype]]
+        constants = dict(HAS_ROW_SCALES=dtype == "fp8e4nv", COLUMNS=columns)
         scalars = dict(num_rows="i32", width="i32")
-        check_compiled(
-            compile_kernel(quantize.quantize_columns_kernel, pointers | dict(scales_MI="fp32"), scalars, constants, 8)
-        )
+        kernel = quantize.quantize_columns_kernel
+        compiled = compile_kernel(kernel, pointers | dict(scales_MI="fp32"), scalars, constants, num_warps)
+        check_compiled(compiled)
+        ptx = compiled.asm["ptx"]
+        assert "shared.b8" not in ptx, "words are transposed, not bytes"
+        assert ptx.count("div.rn.f32") == 2, "a thread divides once for the values and once for the scale"

@@ -21,6 +21,7 @@ from .kernels.pull_gemm_backward_fp8 import pull_gemm_backward_fp8
 from .kernels.pull_gemm_fp8 import pull_gemm_fp8
 from .kernels.quantize import dequantize_rows, quantize_columns
 from .kernels.weight_gradients import weight_gradients as weight_gradients_bf16
+from .kernels.weight_gradients_fp8 import weight_gradients_fp8
 from .reference import Gradients
 from .symmetric import SymmetricWorkspace
 from .weight_cache import quantized, QuantizedWeight
@@ -267,8 +268,6 @@ class Stages:
         row_shape = self.row_shape(rows.dout_RD.shape[0])
         x_scales_bR = kept.pool_scales_bR if row_shape.forward_fp8 else None
         if row_shape.wgrad_fp8:
-            from .kernels.weight_gradients_fp8 import weight_gradients_fp8
-
             for rows_RI, values_IR, scales_MI, row_scales_bR in (
                 (kept.pool_RD, rows.x_DR, rows.x_scales_MD, x_scales_bR),
                 (rows.dout_RD, rows.dout_DR, rows.dout_scales_MD, rows.dout_scales_bR),

@@ -11,6 +11,7 @@ Shape suffixes are those of ``plan.py``.
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import fields
 
 import torch
@@ -100,7 +101,7 @@ def mega_moe(
             f"mega_moe: precision = {precision!r} takes bfloat16 or float32, but x_TD is float64. Convert it."
         )
     _check_choice("saved", saved, SAVED)
-    if capacity is not None and capacity <= 0:
+    if capacity is not None and not 0 < capacity < math.inf:
         raise ValueError(f"mega_moe: capacity = {capacity}. Pass a positive multiple of T * K, such as 1.5, or None.")
     backend = select_backend(backend, x_TD.device, x_TD.dtype, x_TD.shape[1], w1_EFD.shape[1], precision)
     tensors = (x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD)

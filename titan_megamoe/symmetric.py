@@ -224,8 +224,8 @@ class SymmetricWorkspace:
         return CapacityExceeded(
             f"mega_moe: rank {self.rank}: a call routed {peak_rows} rows to this rank's experts, but capacity = "
             f"{self.shape.capacity} holds {self.shape.pool_rows} with padding; up to {peak_overflow} rows had no place "
-            f"and the results are invalid. capacity = {self.shape.capacity_for(peak_rows)} would have sufficed; "
-            'rows = "exact" always does.'
+            f"and the results are invalid. capacity = {self.shape.capacity_for(peak_rows)} would have sufficed; without a "
+            "capacity, there is always room."
         )
 
 

@@ -1,6 +1,6 @@
 """Time one layer's routed experts: ``python -m titan_megamoe.bench.layer --shape qwen3-30b --tokens 16384``.
 
-Every implementation gets the same weights, tokens, scores and random routing, and is timed with CUDA events, the median of
+Every implementation gets the same weights, tokens, scores and routing (``--workload``), and is timed with CUDA events, the median of
 ``--repeats`` after ``--warmup``, one right after the other: then power limits the clock of an H200, as it does in training.
 ``--pause_ms`` lets it idle before each of them. *Full layer* is what full activation checkpointing runs: a forward, the forward again as far
 as backward needs it, and the backward. For TorchTitan's modules that is all of the forward; mega_moe on kernels does without
@@ -36,6 +36,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from .. import hopper, mega_moe, WeightCache  # noqa: E402
 from .environment import describe_environment  # noqa: E402
+from .workloads import make_routing, WORKLOADS  # noqa: E402
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +79,8 @@ class Inputs:
             tensor.grad = None
 
 
-def make_inputs(shape: Shape, tokens: int, ep_size: int, seed: int) -> Inputs:
-    """Random bf16 inputs on the GPU, a leaf each; K distinct experts per token, drawn uniformly."""
+def make_inputs(shape: Shape, tokens: int, ep_size: int, seed: int, workload: str = "uniform") -> Inputs:
+    """Random bf16 inputs on the GPU, a leaf each; routed as ``workload`` (``workloads.py``) says."""
     generator = torch.Generator("cuda").manual_seed(seed)
 
     def normal(*size: int, scale: float = 1.0) -> torch.Tensor:
@@ -87,10 +88,11 @@ def make_inputs(shape: Shape, tokens: int, ep_size: int, seed: int) -> Inputs:
         return values.bfloat16().requires_grad_()
 
     local = shape.num_experts // ep_size
-    draws_TE = torch.rand(tokens, shape.num_experts, generator=generator, device="cuda")
     return Inputs(
         x_TD=normal(tokens, shape.dim),
-        topk_ids_TK=draws_TE.topk(shape.top_k, dim=1).indices,
+        topk_ids_TK=make_routing(
+            workload, tokens, shape.num_experts, shape.top_k, ep_size=ep_size, seed=seed, device="cuda"
+        ),
         topk_scores_TK=torch.rand(tokens, shape.top_k, generator=generator, device="cuda").requires_grad_(),
         w1_EFD=normal(local, shape.hidden_dim, shape.dim, scale=0.02),
         w2_EDF=normal(local, shape.dim, shape.hidden_dim, scale=0.02),
@@ -209,15 +211,15 @@ def time_ms(function: Callable[[], object], timing: Timing) -> dict[str, float]:
     """Milliseconds: median, min and max; of the slowest rank."""
     for _ in range(timing.warmup):
         function()
+    if not timing.pause_ms:
+        _let_host_get_ahead(0.005 * timing.repeats)
     pairs = range(timing.repeats)
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in pairs]
     for start, end in events:
         if timing.pause_ms:
             torch.cuda.synchronize()
             time.sleep(timing.pause_ms / 1e3)
-            torch.cuda._sleep(
-                20_000_000
-            )  # about 10 ms of one thread, in which the host gets ahead as it is in training
+            _let_host_get_ahead(0.01)
         if dist.is_initialized():
             dist.barrier()
         start.record()
@@ -229,6 +231,12 @@ def time_ms(function: Callable[[], object], timing: Timing) -> dict[str, float]:
         dist.all_reduce(times, dist.ReduceOp.MAX)
     values = times.tolist()
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def _let_host_get_ahead(seconds: float) -> None:
+    """Keep one thread of the GPU busy, while the host launches what is to be timed: as it is ahead in training, where a layer's
+    launches take less time than what was launched before them."""
+    torch.cuda._sleep(int(seconds * 2e9))
 
 
 def measure(implementation: Implementation, inputs: Inputs, timing: Timing) -> dict:
@@ -361,6 +369,9 @@ def main() -> None:
         "--tokens", type=int, default=16384, help="per rank (the ep8 shapes: 131072 gives EP = 8's rows)"
     )
     parser.add_argument("--only", action="append", help="an implementation; repeat for several (default: all)")
+    parser.add_argument(
+        "--workload", choices=WORKLOADS, default="uniform", help="how tokens are routed (default: uniform)"
+    )
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--pause_ms", type=float, default=0.0, help="idle time before each repeat")
@@ -376,7 +387,7 @@ def main() -> None:
         group = dist.group.WORLD
 
     shape = SHAPES[arguments.shape]
-    inputs = make_inputs(shape, arguments.tokens, ep_size, arguments.seed + rank)
+    inputs = make_inputs(shape, arguments.tokens, ep_size, arguments.seed + rank, arguments.workload)
     rows = arguments.tokens * shape.top_k
     timing = Timing(warmup=arguments.warmup, repeats=arguments.repeats, pause_ms=arguments.pause_ms)
     report = {
@@ -386,7 +397,7 @@ def main() -> None:
         "shape": asdict(shape),
         "tokens": arguments.tokens,
         "ep_size": ep_size,
-        "routing": "uniformly random, distinct experts per token",
+        "routing": f"{arguments.workload} ({WORKLOADS[arguments.workload]})",
         "repeats": arguments.repeats,
         "pause_ms": arguments.pause_ms,
         "forward_tflop": shape.forward_flops(rows) / 1e12,

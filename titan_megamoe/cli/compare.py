@@ -267,7 +267,8 @@ class Runner:
 
     def _start(self, command: list[str], log_file: Path, name: str) -> tuple[int, list[str]]:
         """Run ``command``, with its output in ``log_file`` and its steps on the terminal. Returns its exit code and last lines."""
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, "NO_COLOR": "1"}
+        defaults = {"OMP_NUM_THREADS": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}  # as in run_train.sh
+        environment = {**defaults, **os.environ, "NO_COLOR": "1"}
         started = time.monotonic()
         last_lines: deque[str] = deque(maxlen=200)
         with log_file.open("w") as log:

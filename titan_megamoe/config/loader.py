@@ -156,7 +156,7 @@ def _activation_checkpoint(values: dict[str, Any], sources: dict[str, str]):
     options = {path: values.pop(path) for path in list(values) if path.startswith(prefix)}
     mode_path = prefix + "mode"
     mode = options.pop(mode_path, "selective")
-    if mode not in CHECKPOINTING_MODES:
+    if not isinstance(mode, str) or mode not in CHECKPOINTING_MODES:  # a list cannot even be looked up
         raise ConfigError(
             f"{sources[mode_path]}: '{mode_path}': expected one of {', '.join(CHECKPOINTING_MODES)}, got {mode!r}."
         )

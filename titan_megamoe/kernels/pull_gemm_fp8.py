@@ -14,6 +14,8 @@ Shape suffixes are those of ``plan_tables.py``; here also b blocks of 128 column
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton.language as tl
 from triton.experimental import gluon
@@ -179,10 +181,12 @@ def fp8_descriptor(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(matrix, [rows, BLOCK.value], fp8_layout(rows))
 
 
+@functools.cache
 def fp8_layout(rows: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for([rows, BLOCK.value], gl.float8e4nv)
 
 
+@functools.cache
 def scales_layout() -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(0, 32, 2)
 

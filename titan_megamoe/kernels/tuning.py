@@ -178,3 +178,18 @@ def tune_weight_gradients(dim: int, hidden_dim: int) -> WeightGradientsTuning:
     """For experts of ``dim`` (D) and ``hidden_dim`` (F)."""
     block_n = _widest(WEIGHT_GRADIENTS_STAGES, math.gcd(dim, hidden_dim), "gcd(dim, hidden_dim)")
     return WeightGradientsTuning(block_n=block_n, stages=WEIGHT_GRADIENTS_STAGES[block_n])
+
+
+# A stage holds 128 rows of 128 columns of the left matrix and of block_n columns of the right one, in FP8, and their
+# scales, next to the output's buffer, 64 x 128 in bf16.
+WEIGHT_GRADIENTS_FP8_STAGES = {256: 4, 128: 6}
+
+
+def tune_weight_gradients_fp8(dim: int, hidden_dim: int) -> WeightGradientsTuning:
+    """For experts of ``dim`` (D) and ``hidden_dim`` (F), multiples of 128."""
+    if dim % 128 or hidden_dim % 128:
+        raise ValueError(
+            f"dim = {dim} or hidden_dim = {hidden_dim} is not a multiple of 128. Use bf16, or pad the model's."
+        )
+    block_n = _widest(WEIGHT_GRADIENTS_FP8_STAGES, math.gcd(dim, hidden_dim), "gcd(dim, hidden_dim)")
+    return WeightGradientsTuning(block_n=block_n, stages=WEIGHT_GRADIENTS_FP8_STAGES[block_n])

@@ -203,7 +203,15 @@ def _is_written(HALF: gl.constexpr, is_whole, steps, ACCUMULATE: gl.constexpr):
 
 @gluon.jit
 def _schedule(
-    planned, queue, num_experts, tiles, first_rows, DIM: gl.constexpr, HIDDEN: gl.constexpr, BLOCK_N: gl.constexpr
+    planned,
+    queue,
+    num_experts,
+    tiles,
+    first_rows,
+    DIM: gl.constexpr,
+    HIDDEN: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STEP_ROWS: gl.constexpr,
 ):
     """Scheduler: hand out all tiles, expert after expert.
 
@@ -226,7 +234,7 @@ def _schedule(
         if index < num_experts * TILES:
             expert = index // TILES
             first_row = gl.load(expert_start_e1 + expert)
-            steps = (gl.load(expert_rows_e + expert) + STEP - 1) // STEP
+            steps = (gl.load(expert_rows_e + expert) + STEP_ROWS - 1) // STEP_ROWS
             index = index % TILES
             product = index // F_TILES % 2
             m = index % F_TILES
@@ -374,10 +382,13 @@ def _store(
 ):
     """Store warp: give the consumers their turns at the buffer, and write what they leave there.
 
-    To accumulate, a consumer's turn begins when the buffer holds what its half of the gradient was.
+    To accumulate, a consumer's turn begins when the buffer holds what its half of the gradient was. A buffer that is
+    narrower than a tile has a turn for each of a half's parts.
     """
     dw1_desc, dw3_desc, dw2_desc = dw_descs
     ring, ring_full, ring_empty = tiles
+    PART_N: gl.constexpr = dw1_desc.block_type.shape[1]
+    PARTS: gl.constexpr = BLOCK_N // PART_N
     count = 0
     tile = receive_tile(ring, ring_full, count)
     while tile >= 0:
@@ -386,28 +397,29 @@ def _store(
         height = gl.where(product == _DW2, DIM, HIDDEN)
         for half in gl.static_range(2):
             row = expert * height + m * BLOCK_M + half * HALF_M
-            place = [row, n * BLOCK_N]
-            is_written = _is_written(half, is_whole, steps, ACCUMULATE)
-            turn = turns.index(half)
-            if ACCUMULATE and is_written:
-                mbarrier.expect(turn, dw1_desc.block_type.nbytes)
-                if product == _DW1:
-                    async_load(dw1_desc, place, turn, dw_buf)
-                elif product == _DW3:
-                    async_load(dw3_desc, place, turn, dw_buf)
+            for part in gl.static_range(PARTS):
+                place = [row, n * BLOCK_N + part * PART_N]
+                is_written = _is_written(half, is_whole, steps, ACCUMULATE)
+                turn = turns.index(half)
+                if ACCUMULATE and is_written:
+                    mbarrier.expect(turn, dw1_desc.block_type.nbytes)
+                    if product == _DW1:
+                        async_load(dw1_desc, place, turn, dw_buf)
+                    elif product == _DW3:
+                        async_load(dw3_desc, place, turn, dw_buf)
+                    else:
+                        async_load(dw2_desc, place, turn, dw_buf)
                 else:
-                    async_load(dw2_desc, place, turn, dw_buf)
-            else:
-                mbarrier.arrive(turn, count=1)
-            mbarrier.wait(dw_full.index(half), count & 1)
-            if is_written:
-                if product == _DW1:
-                    async_store(dw1_desc, place, dw_buf)
-                elif product == _DW3:
-                    async_store(dw3_desc, place, dw_buf)
-                else:
-                    async_store(dw2_desc, place, dw_buf)
-                tma.store_wait(0)  # the buffer has been read
+                    mbarrier.arrive(turn, count=1)
+                mbarrier.wait(dw_full.index(half), (count * PARTS + part) & 1)
+                if is_written:
+                    if product == _DW1:
+                        async_store(dw1_desc, place, dw_buf)
+                    elif product == _DW3:
+                        async_store(dw3_desc, place, dw_buf)
+                    else:
+                        async_store(dw2_desc, place, dw_buf)
+                    tma.store_wait(0)  # the buffer has been read
         count += 1
         tile = receive_tile(ring, ring_full, count)
 
@@ -456,7 +468,7 @@ def weight_gradients_kernel(
             (_multiply, (0, consumer, STAGES, BLOCK_N, ACCUMULATE)),
             (_multiply, (1, consumer, STAGES, BLOCK_N, ACCUMULATE)),
             (_load, (descs, operands, stages, tiles, first_rows, STAGES)),
-            (_schedule, (planned, queue, num_experts, tiles, first_rows, DIM, HIDDEN, BLOCK_N)),
+            (_schedule, (planned, queue, num_experts, tiles, first_rows, DIM, HIDDEN, BLOCK_N, STEP)),
             (_store, (dw_descs, turns, dw_buf, dw_full, tiles, DIM, HIDDEN, BLOCK_N, ACCUMULATE)),
             (idle, ()),
         ],
