@@ -4,6 +4,7 @@ and keeps its data in registers."""
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 
@@ -22,6 +23,11 @@ from titan_megamoe.kernels.pull_gemm_backward_fp8 import (
     pull_gemm_backward_fp8_constants,
     pull_gemm_backward_fp8_kernel,
 )
+from titan_megamoe.kernels.pull_gemm_backward_split import (
+    pull_gemm_backward_split_fp8_kernel,
+    pull_gemm_backward_split_kernel,
+    split_constants,
+)
 from titan_megamoe.kernels.pull_gemm_fp8 import (
     fp8_layout,
     pull_gemm_fp8_constants,
@@ -38,6 +44,8 @@ from titan_megamoe.kernels.tuning import (
     tune_gemm_push_fp8,
     tune_pull_gemm,
     tune_pull_gemm_backward,
+    tune_pull_gemm_backward_split,
+    tune_pull_gemm_backward_split_fp8,
     tune_pull_gemm_backward_fp8,
     tune_pull_gemm_fp8,
 )
@@ -84,17 +92,36 @@ def compile_kernel(kernel, descriptors: dict[str, str], pointers: dict[str, str]
     return triton.compile(source, target=HOPPER, options={"num_warps": 4})
 
 
-def check(compiled, *, registers: tuple[int, int, int], product: str) -> None:
+def check(compiled, *, registers: tuple[int, ...], product: str) -> None:
+    """``registers``: of all warpgroups but the first consumer's, which gets what is left."""
     ptx = compiled.asm["ptx"]
     check_no_spills(compiled)
     assert ".local" not in ptx
     assert compiled.metadata.shared <= SHARED_MEMORY
-    # 512 threads: two consumers, the communication warps, the rest.
-    assert compiled.metadata.num_warps == 16
+    warpgroups = 1 + len(registers)  # consumers, communication warps, the rest
+    assert compiled.metadata.num_warps == 4 * warpgroups
+    pool = 65536 // (128 * warpgroups) // 8 * 8 * warpgroups
     granted = {int(count) for count in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)}
-    assert {*registers, 512 - sum(registers)} <= granted
+    assert {*registers, pool - sum(registers)} <= granted
     assert f"wgmma.mma_async.sync.aligned.{product}" in ptx
+    check_stores_wait_for_all_threads(ptx)
     assert "cp.async.bulk.tensor" in ptx and "ld.acquire.gpu" in ptx and "globaltimer" in ptx
+
+
+def check_stores_wait_for_all_threads(ptx: str) -> None:
+    """Between a fence of what was written to shared memory and the copy engine's reading it lies a barrier: the thread that has
+    it read must not be ahead of those that write. Triton adds the barrier where it sees which buffer is meant."""
+    events = re.findall(
+        r"fence\.proxy\.async\.shared::cta|bar\.\w*\.?sync|cp\.async\.bulk\.tensor\.2d\.global\.shared", ptx
+    )
+    is_fenced_only = False
+    for event in events:
+        if event.startswith("fence"):
+            is_fenced_only = True
+        elif event.startswith("bar"):
+            is_fenced_only = False
+        else:
+            assert not is_fenced_only, "a store starts before all threads have written"
 
 
 @pytest.mark.parametrize("saves_gate_up", [False, True])
@@ -118,22 +145,29 @@ def test_pull_gemm(shape, saves_gate_up):
     assert ptx.count("fence.proxy.async.global") >= 2, "on the writing and on the reading side"
 
 
-def test_pull_gemm_backward(shape):
+@pytest.mark.parametrize("is_split", [False, True])
+def test_pull_gemm_backward(shape, is_split):
     dim, hidden_dim, top_k, ep_size = shape
+    kernel, constants = pull_gemm_backward_kernel, pull_gemm_backward_constants
     tuning = tune_pull_gemm_backward(dim, hidden_dim)
+    registers = tuning.registers
+    if is_split:
+        kernel, constants = pull_gemm_backward_split_kernel, partial(split_constants, is_fp8=False)
+        tuning = tune_pull_gemm_backward_split(dim, hidden_dim)
+        registers = (tuning.consumer_registers, *tuning.registers)
     n = tuning.block_n
     outputs = "gate_desc up_desc dgate_desc dup_desc scaled_h_desc"
     floats = "pull_scores_UK row_scores_R dscore_parts_NR"
     compiled = compile_kernel(
-        pull_gemm_backward_kernel,
+        kernel,
         dict(dout_desc=matrix(128, 64), half_dout_desc=matrix(64, 64), w2_desc=matrix(64, n))
         | dict.fromkeys(outputs.split(), matrix(64, 64)),
         dict.fromkeys((PLANNED + "pull_rows_UK arrival_M").split(), "i32")
         | dict.fromkeys(floats.split(), "fp32")
         | dict(pull_source_U="i64", dout_addresses_P="i64", dout_RD="bf16"),
-        pull_gemm_backward_constants(tuning, dim=dim, hidden_dim=hidden_dim, top_k=top_k, ep_size=ep_size),
+        constants(tuning, dim=dim, hidden_dim=hidden_dim, top_k=top_k, ep_size=ep_size),
     )
-    check(compiled, registers=tuning.registers, product=f"m64n{min(n, 128)}k16.f32.bf16.bf16")
+    check(compiled, registers=registers, product=f"m64n{min(n, 128)}k16.f32.bf16.bf16")
 
 
 def fp8(rows: int) -> str:
@@ -170,23 +204,30 @@ def test_pull_gemm_fp8(shape, saves_gate_up):
     assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.asm["ptx"]
 
 
-def test_pull_gemm_backward_fp8(shape):
+@pytest.mark.parametrize("is_split", [False, True])
+def test_pull_gemm_backward_fp8(shape, is_split):
     dim, hidden_dim, top_k, ep_size = shape
     skip_without_whole_blocks(dim, hidden_dim)
+    kernel, constants = pull_gemm_backward_fp8_kernel, pull_gemm_backward_fp8_constants
     tuning = tune_pull_gemm_backward_fp8(dim)
+    registers = tuning.registers
+    if is_split:
+        kernel, constants = pull_gemm_backward_split_fp8_kernel, partial(split_constants, is_fp8=True)
+        tuning = tune_pull_gemm_backward_split_fp8(dim)
+        registers = (tuning.consumer_registers, *tuning.registers)
     outputs = "gate_desc up_desc dgate_desc dup_desc scaled_h_desc"
     floats = "pull_scores_UK row_scores_R dscore_parts_NR w2_scales_Ebb dout_scales_bR dgate_scales_bR dup_scales_bR"
     compiled = compile_kernel(
-        pull_gemm_backward_fp8_kernel,
+        kernel,
         dict(dout_desc=fp8(128), half_dout_desc=fp8(64), scales_desc=ROW_SCALES, w2t_desc=fp8(128))
         | dict.fromkeys(outputs.split(), matrix(64, 64))
         | dict(dgate_fp8_desc=fp8(64), dup_fp8_desc=fp8(64)),
         dict.fromkeys((PLANNED + "pull_rows_UK arrival_M").split(), "i32")
         | dict.fromkeys(floats.split(), "fp32")
         | dict(pull_source_U="i64", dout_addresses_P="i64", dout_scales_addresses_P="i64", dout_RD="bf16"),
-        pull_gemm_backward_fp8_constants(tuning, dim=dim, hidden_dim=hidden_dim, top_k=top_k, ep_size=ep_size),
+        constants(tuning, dim=dim, hidden_dim=hidden_dim, top_k=top_k, ep_size=ep_size),
     )
-    check(compiled, registers=tuning.registers, product="m64n128k32.f32.e4m3.e4m3")
+    check(compiled, registers=registers, product="m64n128k32.f32.e4m3.e4m3")
     ptx = compiled.asm["ptx"]
     assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
     assert re.search(r"ld\.global\S*\.v4", ptx) and "st.global.v4" in ptx, "rows are copied 16 bytes at a time"

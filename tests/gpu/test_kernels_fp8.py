@@ -16,6 +16,7 @@ from titan_megamoe.kernels.gemm_push_fp8 import gemm_push_backward_fp8, gemm_pus
 from titan_megamoe.kernels.plan_tables import BackwardRows, PHASE_ALL_SENT
 from titan_megamoe.kernels.pull_gemm_backward_fp8 import pull_gemm_backward_fp8
 from titan_megamoe.kernels.pull_gemm_fp8 import pull_gemm_fp8
+from titan_megamoe.kernels.tuning import tune_pull_gemm_backward_fp8, tune_pull_gemm_backward_split_fp8
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 
@@ -193,8 +194,8 @@ class Fp8Layer(Layer):
         )
         self.workspaces[rank].check()
 
-    def backward_fp8(self, **kwargs):
-        """Gradients of ``x_ND`` and ``scores_NK``, from poisoned buffers, after forwards that saved gate and up."""
+    def backward_fp8(self, *, pull=None, **kwargs):
+        """Gradients of ``x_ND`` and ``scores_NK``, from poisoned buffers, after forwards that saved gate and up. ``pull``: a tuning."""
         self.reset(BackwardRows)
         for rows in self.fp8_backward_rows:
             for tensor in rows.values():
@@ -202,7 +203,7 @@ class Fp8Layer(Layer):
         dx_ND, dscores_NK = torch.full_like(self.x_ND, NAN), torch.full_like(self.scores_NK, NAN)
         dxs, dscores = dx_ND.split(self.tokens_per_rank), dscores_NK.split(self.tokens_per_rank)
         for rank in range(self.shape.ep_size):
-            self.pull_gemm_backward_fp8(rank, **kwargs)
+            self.pull_gemm_backward_fp8(rank, tuning=pull, **kwargs)
             self.gemm_push_backward_fp8(rank, dxs[rank], dscores[rank], **kwargs)
         if self.shape.ep_size > 1:
             self.both(combine.signal, PHASE_ALL_SENT)
@@ -328,6 +329,7 @@ def test_against_the_emulation(tokens_per_rank, num_local_experts, top_k, dim, h
     assert relative_error(layer.forward_fp8(), emulated.double()) < 1.5e-2
 
 
+@pytest.mark.parametrize("tune", [tune_pull_gemm_backward_fp8, tune_pull_gemm_backward_split_fp8])
 @pytest.mark.parametrize(
     "tokens_per_rank, num_local_experts, top_k, dim, hidden_dim",
     [
@@ -339,11 +341,11 @@ def test_against_the_emulation(tokens_per_rank, num_local_experts, top_k, dim, h
         ([40] * 3, 16, 1, 384, 128),  # with experts that have no rows
     ],
 )
-def test_backward(tokens_per_rank, num_local_experts, top_k, dim, hidden_dim):
+def test_backward(tokens_per_rank, num_local_experts, top_k, dim, hidden_dim, tune):
     layer = Fp8Layer(tokens_per_rank, num_local_experts, top_k, dim, hidden_dim)
     for rank in range(len(tokens_per_rank)):
         layer.pull_gemm_fp8(rank, saves=True)
-    dx_ND, dscores_NK = layer.backward_fp8()
+    dx_ND, dscores_NK = layer.backward_fp8(pull=tune(dim))
     for rank in range(len(tokens_per_rank)):
         layer.check_rows_of_backward(rank)
     layer.check_gradients(dx_ND, dscores_NK)
@@ -360,15 +362,16 @@ def test_bitwise_equal_on_any_number_of_sms():
         assert torch.equal(layer.forward_fp8(num_sms=num_sms), first), num_sms
 
 
+@pytest.mark.parametrize("tune", [tune_pull_gemm_backward_fp8, tune_pull_gemm_backward_split_fp8])
 @pytest.mark.parametrize("tokens_per_rank", [[1000], [300] * 3])
-def test_backward_is_bitwise_equal_on_any_number_of_sms(tokens_per_rank):
+def test_backward_is_bitwise_equal_on_any_number_of_sms(tokens_per_rank, tune):
     layer = Fp8Layer(tokens_per_rank, 16, 6, 1024, 384)
     for rank in range(len(tokens_per_rank)):
         layer.pull_gemm_fp8(rank, saves=True)
 
     def results(**kwargs):
         """With the rows of each rank, poison and all: padding is written, or not, on any number of SMs."""
-        tensors = list(layer.backward_fp8(**kwargs))
+        tensors = list(layer.backward_fp8(pull=tune(1024), **kwargs))
         for rows, fp8_rows in zip(layer.rows, layer.fp8_backward_rows):
             tensors += [rows.dgate_RF, rows.dup_RF, rows.scaled_h_RF, rows.row_scores_R, *fp8_rows.values()]
         return [tensor.view(torch.uint8).clone() for tensor in tensors]

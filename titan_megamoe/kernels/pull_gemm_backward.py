@@ -17,6 +17,8 @@ Shape suffixes are those of ``plan_tables.py``.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -117,7 +119,12 @@ def pull_gemm_backward(
     if num_rows == 0:
         return
 
-    pull_gemm_backward_kernel[(grid_size(name, num_sms, dout_RD.device),)](
+    kernel, constants = pull_gemm_backward_kernel, pull_gemm_backward_constants
+    if tuning.is_split:
+        from . import pull_gemm_backward_split as split  # which shares functions with the kernel below
+
+        kernel, constants = split.pull_gemm_backward_split_kernel, partial(split.split_constants, is_fp8=False)
+    kernel[(grid_size(name, num_sms, dout_RD.device),)](
         tile_descriptor(dout_RD, BLOCK_M.value, BLOCK_K.value),
         tile_descriptor(dout_RD, HALF_M.value, BLOCK_K.value),
         tile_descriptor(w2_EDF.view(-1, hidden_dim), BLOCK_K.value, tuning.block_n),
@@ -142,9 +149,7 @@ def pull_gemm_backward(
         fault,
         rank,
         deadline_in_us(name, deadline_seconds),
-        **pull_gemm_backward_constants(
-            tuning, dim=dim, hidden_dim=hidden_dim, top_k=top_k, ep_size=dout_addresses_P.numel()
-        ),
+        **constants(tuning, dim=dim, hidden_dim=hidden_dim, top_k=top_k, ep_size=dout_addresses_P.numel()),
         num_warps=4,
     )
 
@@ -183,7 +188,7 @@ def activations_buffer(bufs, HALF: gl.constexpr, part, WHAT: gl.constexpr, PARTS
 
 
 @gluon.jit
-def _load(
+def load_operands(
     descs,
     operands,
     stages,
@@ -431,7 +436,7 @@ def pull_gemm_backward_kernel(
         [
             (_multiply, (0, consumer, scores, DIM, STAGES, BLOCK_N)),
             (_multiply, (1, consumer, scores, DIM, STAGES, BLOCK_N)),
-            (_load, (descs, operands, stages, tiles, DIM, STAGES, BLOCK_N)),
+            (load_operands, (descs, operands, stages, tiles, DIM, STAGES, BLOCK_N)),
             (schedule_arrived_tiles, (planned, faults, tiles, EP_SIZE, TILES_N, _KERNEL)),
             (load_activations, (activations, tiles, BLOCK_N)),
             (idle, ()),

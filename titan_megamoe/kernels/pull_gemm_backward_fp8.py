@@ -14,6 +14,8 @@ Shape suffixes are those of ``plan_tables.py``; here also b blocks of 128.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -124,7 +126,12 @@ def pull_gemm_backward_fp8(
     if num_rows == 0:
         return
 
-    pull_gemm_backward_fp8_kernel[(grid_size(name, num_sms, dout_RD.device),)](
+    kernel, constants = pull_gemm_backward_fp8_kernel, pull_gemm_backward_fp8_constants
+    if tuning.is_split:
+        from . import pull_gemm_backward_split as split  # which shares functions with the kernel below
+
+        kernel, constants = split.pull_gemm_backward_split_fp8_kernel, partial(split.split_constants, is_fp8=True)
+    kernel[(grid_size(name, num_sms, dout_RD.device),)](
         *product_descriptors(dout_RD, dout_scales_bR, w2t_EFD),
         *(
             tile_descriptor(rows, HALF_M.value, PART_N.value)
@@ -154,9 +161,7 @@ def pull_gemm_backward_fp8(
         fault,
         rank,
         deadline_in_us(name, deadline_seconds),
-        **pull_gemm_backward_fp8_constants(
-            tuning, dim=dim, hidden_dim=hidden_dim, top_k=top_k, ep_size=dout_addresses_P.numel()
-        ),
+        **constants(tuning, dim=dim, hidden_dim=hidden_dim, top_k=top_k, ep_size=dout_addresses_P.numel()),
         num_warps=4,
     )
 
