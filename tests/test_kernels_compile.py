@@ -71,7 +71,13 @@ SHAPES = {
 PLANNED = "sizes expert_start_e1 tile_expert_M tile_rows_M queue fault "
 """Pointers to int32 that all of the kernels take."""
 
-pytestmark = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+
+def over(shapes: dict):
+    return pytest.mark.parametrize("shape", shapes.values(), ids=shapes.keys())
+
+
+every_shape = over(SHAPES)
+fp8_shape = over({name: shape for name, shape in SHAPES.items() if not shape[0] % 128 and not shape[1] % 128})
 
 
 def matrix(rows: int, columns: int) -> str:
@@ -124,6 +130,7 @@ def check_stores_wait_for_all_threads(ptx: str) -> None:
             assert not is_fenced_only, "a store starts before all threads have written"
 
 
+@every_shape
 @pytest.mark.parametrize("saves_gate_up", [False, True])
 def test_pull_gemm(shape, saves_gate_up):
     dim, hidden_dim, top_k, ep_size = shape
@@ -145,6 +152,7 @@ def test_pull_gemm(shape, saves_gate_up):
     assert ptx.count("fence.proxy.async.global") >= 2, "on the writing and on the reading side"
 
 
+@every_shape
 @pytest.mark.parametrize("is_split", [False, True])
 def test_pull_gemm_backward(shape, is_split):
     dim, hidden_dim, top_k, ep_size = shape
@@ -178,15 +186,10 @@ def fp8(rows: int) -> str:
 ROW_SCALES = f"tensordesc<fp32[1, 128],{scales_layout()!r}>"
 
 
-def skip_without_whole_blocks(dim: int, hidden_dim: int) -> None:
-    if dim % 128 or hidden_dim % 128:
-        pytest.skip(f"blocks of FP8 are 128 columns; D = {dim}, F = {hidden_dim}")
-
-
+@fp8_shape
 @pytest.mark.parametrize("saves_gate_up", [False, True])
 def test_pull_gemm_fp8(shape, saves_gate_up):
     dim, hidden_dim, top_k, ep_size = shape
-    skip_without_whole_blocks(dim, hidden_dim)
     tuning = tune_pull_gemm_fp8(dim)
     compiled = compile_kernel(
         pull_gemm_fp8_kernel,
@@ -204,10 +207,10 @@ def test_pull_gemm_fp8(shape, saves_gate_up):
     assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.asm["ptx"]
 
 
+@fp8_shape
 @pytest.mark.parametrize("is_split", [False, True])
 def test_pull_gemm_backward_fp8(shape, is_split):
     dim, hidden_dim, top_k, ep_size = shape
-    skip_without_whole_blocks(dim, hidden_dim)
     kernel, constants = pull_gemm_backward_fp8_kernel, pull_gemm_backward_fp8_constants
     tuning = tune_pull_gemm_backward_fp8(dim)
     registers = tuning.registers
@@ -234,10 +237,10 @@ def test_pull_gemm_backward_fp8(shape, is_split):
     assert ptx.count("fence.proxy.async.global") >= 2, "on the writing and on the reading side"
 
 
+@fp8_shape
 @pytest.mark.parametrize("is_backward", [False, True])
 def test_gemm_push_fp8(shape, is_backward):
     dim, hidden_dim, top_k, ep_size = shape
-    skip_without_whole_blocks(dim, hidden_dim)
     tuning = tune_gemm_push_fp8(dim, hidden_dim, top_k=top_k, ep_size=ep_size)
     operands = dict(a_desc=fp8(128), half_a_desc=fp8(64), scales_desc=ROW_SCALES, b_desc=fp8(128))
     score_outputs = ("i32" if not is_backward else "fp32") if ep_size == 1 else "i64"
@@ -263,6 +266,7 @@ def test_gemm_push_fp8(shape, is_backward):
     assert re.search(r"cp\.async\.bulk\.wait_group\s+0", ptx), "tiles are counted when they are in memory"
 
 
+@every_shape
 @pytest.mark.parametrize("is_backward", [False, True])
 def test_gemm_push(shape, is_backward):
     dim, hidden_dim, top_k, ep_size = shape
@@ -292,8 +296,7 @@ def test_gemm_push(shape, is_backward):
     assert re.search(r"cp\.async\.bulk\.wait_group\s+0", ptx), "tiles are counted when they are in memory"
 
 
-def test_the_shapes_reach_the_whole_table(shape):
-    del shape
+def test_the_shapes_reach_the_whole_table():
     pulls = [tune_pull_gemm(dim, hidden_dim) for dim, hidden_dim, _, _ in SHAPES.values()]
     pushes = [tune_gemm_push(d, f, top_k=k, ep_size=p) for d, f, k, p in SHAPES.values()]
     assert {tuning.block_n for tuning in pulls} == set(PULL_GEMM_STAGES)

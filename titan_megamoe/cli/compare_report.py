@@ -253,9 +253,14 @@ def render_terminal(comparison: Comparison) -> None:
             table.add_row(*(cell(row) for cell in columns.values()))
         console.print(table)
     for spec, refused in comparison.refused.items():
-        console.print(f"{spec} {_did_not(refused)}: {refused.reason} ({refused.log})", markup=False, highlight=False)
+        console.print(
+            f"{spec} {_did_not(refused)}: {refused.reason} ({refused.log})",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
     for sentence in verdict(comparison):
-        console.print(sentence, markup=False, highlight=False)
+        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
 
 def _did_not(refused: Refused) -> str:
