@@ -240,10 +240,11 @@ LOSS_COLUMNS: Columns = {
 
 
 def render_terminal(comparison: Comparison) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    from .terminal import make_console
+
+    console = make_console()
     steps = f"steps {comparison.first_step} to {comparison.last_step}"
     for title, columns in ((f"Speed, {steps}", SPEED_COLUMNS), (f"Losses, {steps}", LOSS_COLUMNS)):
         table = Table(title=title, title_justify="left")

@@ -632,13 +632,12 @@ def relative_error(actual, expected) -> float:
 
 
 def render(report: Report) -> None:
-    from rich.console import Console
+    from .terminal import make_console
 
-    # Wider where nobody looks at a terminal: logs and issues scroll, and rich would take 80 columns.
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    console = make_console()
     for title, columns, rows in tables(report):
         console.print(_table(title, columns, rows))
-    console.print(report.verdict, markup=False)
+    console.print(report.verdict, markup=False, highlight=False)
 
 
 def tables(report: Report) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -42,19 +43,34 @@ def load(argv: list[str] | None = None) -> MegaMoETrainer.Config:
     Raises:
         ConfigError: anything wrong with the file, an option, or their combination.
     """
-    file, print_only, options, rest = _split_arguments(list(sys.argv[1:] if argv is None else argv))
-    config = _apply(file, options)
-    config = _apply_tyro(config, rest)
-    try:
-        resolve(config)
-        if not print_only:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    file, print_only, *_ = _split_arguments(list(argv))
+    config = load_for_anywhere(argv)
+    if not print_only:
+        with _named(file):
             check_machine(config, world_size=int(os.environ.get("WORLD_SIZE", 1)))
-    except (ValueError, ImportError, AssertionError, NotImplementedError) as error:
-        raise ConfigError(f"{file}: {error}") from error
     if print_only:
         print(to_toml(config))
         sys.exit(0)
     return config
+
+
+def load_for_anywhere(argv: list[str]) -> MegaMoETrainer.Config:
+    """As :func:`load`, for whatever machine: what this one can run is not asked."""
+    file, _, options, rest = _split_arguments(list(argv))
+    config = _apply_tyro(_apply(file, options), rest)
+    with _named(file):
+        resolve(config)
+    return config
+
+
+@contextlib.contextmanager
+def _named(file: str | None):
+    """Turn errors into ``ConfigError`` that begin with the file's name."""
+    try:
+        yield
+    except (ValueError, ImportError, AssertionError, NotImplementedError) as error:
+        raise ConfigError(f"{file}: {error}") from error
 
 
 def _split_arguments(argv: list[str]) -> tuple[str | None, bool, dict[str, Any], list[str]]:

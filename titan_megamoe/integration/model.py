@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections import Counter
+from dataclasses import dataclass
 from types import ModuleType
 
+import torch
 from torchtitan.components import quantization
 from torchtitan.models import _supported_models
 from torchtitan.models.common.linear import Linear
@@ -54,6 +57,62 @@ def build_model_spec(config) -> ModelSpec:
 def num_experts(spec: ModelSpec) -> int | None:
     """Experts per layer, or None for a dense model."""
     return next((layer.moe.num_experts for layer in spec.model.layers if getattr(layer, "moe", None)), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """What a model's memory, traffic and arithmetic follow from."""
+
+    num_layers: int
+    num_moe_layers: int
+    dim: int
+    """D"""
+    hidden_dim: int
+    """F of an expert"""
+    num_experts: int
+    """E of a layer"""
+    top_k: int
+    """K"""
+    num_parameters: int
+    num_expert_parameters: int
+    """Of them in routed experts"""
+    largest_block: int
+    """Parameters of the largest block of layers"""
+
+    @property
+    def num_active_parameters(self) -> int:
+        """That one token meets."""
+        rest = self.num_parameters - self.num_expert_parameters
+        return rest + self.num_expert_parameters * self.top_k // self.num_experts
+
+
+def model_size(spec: ModelSpec) -> ModelSize:
+    """Builds the model without memory, and counts.
+
+    Raises:
+        ValueError: it has no experts.
+    """
+    if num_experts(spec) is None:
+        raise ValueError("the model has no experts: choose a mixture-of-experts flavor (model.flavor).")
+    moe_layers = [layer.moe for layer in spec.model.layers if getattr(layer, "moe", None)]
+    experts, dispatcher = moe_layers[0].routed_experts.inner_experts, moe_layers[0].routed_experts.token_dispatcher
+    with torch.device("meta"):
+        model = spec.model.build()
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    blocks: Counter[str] = Counter()
+    for name, size in sizes.items():
+        blocks[".".join(name.split(".")[:2])] += size
+    return ModelSize(
+        num_layers=len(spec.model.layers),
+        num_moe_layers=len(moe_layers),
+        dim=experts.dim,
+        hidden_dim=experts.hidden_dim,
+        num_experts=experts.num_experts,
+        top_k=dispatcher.top_k,
+        num_parameters=sum(sizes.values()),
+        num_expert_parameters=sum(size for name, size in sizes.items() if "routed_experts.inner_experts" in name),
+        largest_block=max(blocks.values()),
+    )
 
 
 def _family(name: str) -> ModuleType:
