@@ -2,8 +2,8 @@
 # What docs/results holds of one H200, in one go:  benchmarks/one_h200.sh [OUT] [part ...]
 #
 #   OUT    folder for the JSON files and charts; default docs/results
-#   parts  tests layers kernels steps convergence ranks; default: all of them. "ranks" trains with 2 and 4 ranks on the
-#          one card
+#   parts  tests layers sweep kernels steps compare convergence ranks; default: all of them. "ranks" trains with 2 and 4
+#          ranks on the one card
 #
 # The first training run compiles flex attention, which takes minutes. Afterwards:
 #   python benchmarks/render_results.py
@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 OUT=${1:-docs/results}
 PARTS=${*:2}
-PARTS=${PARTS:-tests layers kernels steps convergence ranks}
+PARTS=${PARTS:-tests layers sweep kernels steps compare convergence ranks}
 SLICE="--config train_configs/qwen3_30b_a3b_6layers.toml"
 DEBUG="--config train_configs/qwen3_moe_debug.toml"
 FAILED=()
@@ -34,6 +34,9 @@ for part in $PARTS; do
             run python -m titan_megamoe.bench.layer --shape $shape-ep8 --tokens 131072 --out "$OUT/h200_layer_${shape//-/_}_ep8.json"
         done
         ;;
+    sweep)
+        run python -m titan_megamoe.bench.sweep --out "$OUT/h200_sweep.json"
+        ;;
     kernels)
         run python benchmarks/kernel_sweep.py --json "$OUT/h200_kernels.json"
         run python benchmarks/weight_gradients.py --json "$OUT/h200_weight_gradients.json"
@@ -45,6 +48,12 @@ for part in $PARTS; do
             run python benchmarks/train_steps.py $SLICE --out "$OUT/h200_qwen3_30b_6layers_${mode}_uniform.json" \
                 --run mega_moe --run mega_moe:fp8 --run all_to_all --routing uniform $compile
         done
+        ;;
+    compare)
+        run python -m titan_megamoe.data
+        run python -m titan_megamoe.cli.main compare $SLICE --strategies all_to_all,mega_moe,mega_moe:fp8 --compile.enable \
+            --model.moe.force_load_balance uniform --out /tmp/titan_megamoe_compare
+        mkdir -p "$OUT/h200_compare" && cp /tmp/titan_megamoe_compare/report.* /tmp/titan_megamoe_compare/*.png "$OUT/h200_compare/"
         ;;
     convergence)
         run python -m titan_megamoe.data
@@ -62,7 +71,7 @@ for part in $PARTS; do
         done
         ;;
     *)
-        echo "unknown part '$part': tests layers kernels steps convergence ranks" >&2
+        echo "unknown part '$part': tests layers sweep kernels steps compare convergence ranks" >&2
         exit 2
         ;;
     esac

@@ -18,7 +18,6 @@ import math
 import os
 import platform
 import subprocess
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass

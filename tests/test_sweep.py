@@ -1,0 +1,48 @@
+"""The sweep's points and plot. What it measures needs a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.training import REPOSITORY
+from titan_megamoe.bench import sweep
+
+BASE = dict(tokens=1024, num_experts=16, top_k=4, workload="uniform")
+VALUES = dict(tokens=[512, 1024], num_experts=[2, 8, 16], top_k=[1, 4], workload=["uniform", "zipf"])
+
+
+def test_one_axis_differs_at_a_time():
+    found = sweep.points(BASE, VALUES)
+    assert len(found) == 2 + 2 + 2 + 2, "two experts cannot be four distinct ones"
+    for axis, point in found:
+        assert {name for name in BASE if point[name] != BASE[name]} <= {axis}
+
+
+def test_least_time_grows_with_tokens():
+    times = [
+        sweep.least_ms(BASE | {"tokens": tokens}, 2048, 768, 8, "h200", "bf16")["forward_and_backward"]
+        for tokens in (16384, 32768)
+    ]
+    assert times[1] == pytest.approx(2 * times[0], rel=0.1)
+
+
+def test_plot(tmp_path):
+    report = dict(shape_name="qwen3-30b", ep_size=1, environment=dict(gpu="none"), points=[])
+    for axis, point in sweep.points(BASE, VALUES):
+        both = {"forward_and_backward": {"median": point["tokens"] / 1000}}
+        results = {"torchtitan compiled": both, "mega_moe hopper": {"error": "out of memory"}}
+        least = {precision: sweep.least_ms(point, 2048, 768, 1, "h200", precision) for precision in ("bf16", "fp8")}
+        report["points"].append(dict(axis=axis, point=point, least_ms=least, results=results))
+    sweep.plot(report, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 10_000
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would run")
+def test_without_a_gpu_it_says_so(tmp_path):
+    command = [sys.executable, "-m", "titan_megamoe.bench.sweep", "--out", str(tmp_path / "x.json")]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert result.returncode == 2 and "torch sees no GPU" in result.stderr
