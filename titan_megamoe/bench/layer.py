@@ -181,7 +181,7 @@ def implementations(shape: Shape, inputs: Inputs, group) -> dict[str, Implementa
     }
     if importlib.util.find_spec("sonicmoe") and group is None:
         layers["sonicmoe, router included"] = Implementation(layer=sonicmoe_layer(shape))
-    layers["mega_moe reference"] = Implementation(layer=ours(backend="reference"))
+    layers[REFERENCE] = Implementation(layer=ours(backend="reference"))
     if hopper.missing_on_this_machine() is None:
         for name, options in {
             HOPPER: {},
@@ -271,7 +271,7 @@ def measure_ceiling(shape: Shape, rows: int, timing: Timing) -> float:
     return 4.0 * rows * shape.dim * shape.hidden_dim / milliseconds / 1e9
 
 
-HOPPER = "mega_moe hopper"
+HOPPER, REFERENCE = "mega_moe hopper", "mega_moe reference"
 
 FORWARD_STAGES = {
     "plan": ("publish_kernel", "count_kernel", "scan_kernel", "place_kernel"),
@@ -342,7 +342,9 @@ def plot(report: dict, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    results = {name: result for name, result in report["results"].items() if "error" not in result}
+    # The reference backend, several times as slow as all others, would dwarf them.
+    shown = {name: result for name, result in report["results"].items() if name != REFERENCE}
+    results = {name: result for name, result in shown.items() if "error" not in result}
     figure, axes = plt.subplots(figsize=(8, 1 + 0.6 * len(results)))
     forward = [result["forward"]["median"] for result in results.values()]
     backward = [r["forward_and_backward"]["median"] - f for r, f in zip(results.values(), forward)]
