@@ -1,61 +1,19 @@
-"""``titan-megamoe plan``: its formulas against counting, and the command on every configuration here."""
+"""``titan-megamoe plan``: the command on every configuration here. Its formulas are tested in ``test_roofline.py``."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-import torch
 
 from tests.training import DEBUG_CONFIG, REPOSITORY
-from titan_megamoe.bench import roofline
-from titan_megamoe.bench.roofline import GPUS, Load
-from titan_megamoe.bench.workloads import make_routing
+from titan_megamoe.bench.roofline import GPUS
 from titan_megamoe.cli.main import main
+from titan_megamoe.cli.plan import MEMORY_COLUMNS
+from titan_megamoe.kernels.plan_tables import LayerShape
+from titan_megamoe.symmetric import plan_memory
 
 CONFIGS = sorted((REPOSITORY / "train_configs").glob("*.toml"))
-LOAD = dict(dim=256, hidden_dim=128, num_experts=32, top_k=4, tokens=1000)
-
-
-@pytest.mark.parametrize("ep_size", [1, 2, 8, 32])
-def test_remote_ranks_are_those_of_random_routings(ep_size):
-    ids_TK = make_routing("uniform", 20000, LOAD["num_experts"], LOAD["top_k"])
-    ranks_TK = ids_TK // (LOAD["num_experts"] // ep_size)
-    is_met_TP = torch.nn.functional.one_hot(ranks_TK, ep_size).amax(dim=1)
-    remote = is_met_TP[:, 1:].sum(dim=1).float().mean().item()  # for tokens that rank 0 owns
-    assert Load(**LOAD, ep_size=ep_size).remote_ranks == pytest.approx(remote, rel=0.02)
-
-
-def test_arithmetic_is_that_of_the_products():
-    load = Load(**LOAD, ep_size=8)
-    rows, D, F = 4000, 256, 128  # noqa: N806
-    forward, recomputation, backward = roofline.forward(load), roofline.recomputation(load), roofline.backward(load)
-    assert forward.bf16_flop == 2 * rows * D * F * 3 and forward.fp8_flop == 0
-    assert recomputation.bf16_flop == 2 * rows * D * F * 2
-    assert backward.bf16_flop == 2 * forward.bf16_flop
-    fp8 = Load(**LOAD, ep_size=8, precision="fp8_bwd")
-    assert roofline.forward(fp8) == forward
-    assert roofline.backward(fp8).fp8_flop == roofline.backward(fp8).bf16_flop == forward.bf16_flop
-
-
-def test_link_bytes():
-    tokens_times_ranks = 1000 * Load(**LOAD, ep_size=8).remote_ranks
-    in_bf16, in_fp8 = Load(**LOAD, ep_size=8), Load(**LOAD, ep_size=8, precision="fp8")
-    assert roofline.forward(in_bf16).link_bytes == pytest.approx(tokens_times_ranks * (512 + 512))
-    assert roofline.forward(in_fp8).link_bytes == pytest.approx(tokens_times_ranks * (256 + 2 * 4 + 512))
-    assert roofline.recomputation(in_fp8).link_bytes == pytest.approx(tokens_times_ranks * (256 + 2 * 4))
-    assert roofline.backward(in_bf16).link_bytes == pytest.approx(tokens_times_ranks * (512 + 512 + 16))
-    assert roofline.forward(Load(**LOAD, ep_size=1)).link_bytes == 0
-
-
-def test_times():
-    times = roofline._cost(790e12, False, 360e9, 4.3e12).milliseconds(GPUS["h200"])
-    assert times == pytest.approx({"arithmetic": 1000, "link": 1000, "memory": 1000})
-
-
-def test_a_degree_that_does_not_divide_the_experts():
-    with pytest.raises(ValueError, match="degree of 3 does not divide 32 experts. Use a divisor"):
-        Load(**LOAD, ep_size=3)
 
 
 def planned(capsys, *argv: str) -> dict:
@@ -68,14 +26,20 @@ def test_every_configuration(config, capsys):
     document = planned(capsys, "--config", str(config))
     (plan,) = document["plans"]
     for memory in plan["memory_gib"]:
-        parts = {name: gib for name, gib in memory.items() if name not in ("precision", "total")}
-        assert memory["total"] == pytest.approx(sum(parts.values())) and min(parts.values()) >= 0
+        parts = [memory[name] for name in MEMORY_COLUMNS.values() if name != "total"]
+        assert memory["total"] == pytest.approx(sum(parts)) and min(parts) >= 0
+        assert memory["fits"] == (memory["total"] <= GPUS["h200"].memory_gib)
+    for kept in plan["kept_gib"]:
+        mode = "with_full_ac" if document["full_activation_checkpointing"] else "without_full_ac"
+        assert kept[mode] == next(m["kept"] for m in plan["memory_gib"] if m["precision"] == kept["precision"])
+        assert kept["without_full_ac"] == pytest.approx(kept["one_layer"] * document["model"]["num_moe_layers"])
     bf16, fp8, _ = plan["layer"]
     assert fp8["all"]["at_least_ms"] < bf16["all"]["at_least_ms"]
     assert bf16["forward"]["ms"][bf16["forward"]["bound_by"]] == bf16["forward"]["at_least_ms"]
     assert main(["plan", "--config", str(config)]) == 0
     printed = capsys.readouterr().out
-    assert "bound by" in printed and "fp8_bwd" in printed and "parameters" in printed
+    for word in ("bound by", "fp8_bwd", "parameters", "vocabulary", "without full AC", "Out of scope: what all_to_all"):
+        assert word in printed
 
 
 def test_known_models(capsys):
@@ -84,6 +48,12 @@ def test_known_models(capsys):
     for document, total, active in ((small, 30.5e9, 3.3e9), (large, 235e9, 22e9)):
         assert document["model"]["num_parameters"] == pytest.approx(total, rel=0.01)
         assert document["model"]["num_active_parameters"] == pytest.approx(active, rel=0.03)
+    assert (small["model"]["num_layers"], small["model"]["num_moe_layers"], small["model"]["vocab_size"]) == (
+        48,
+        48,
+        151936,
+    )
+    assert small["model"]["num_expert_parameters"] == 48 * 128 * 3 * 2048 * 768
     memory = small["plans"][0]["memory_gib"][0]
     assert memory["parameters"] == pytest.approx(30.5e9 * 4 / 32 / 2**30, rel=0.01)
     # At EP = 1 and no link, an H200's layer: what DESIGN calls its floor, 4.7 ms of arithmetic for forward and backward.
@@ -105,6 +75,90 @@ def test_degrees_overrides_and_capacity(capsys):
     assert roomy["plans"][0]["memory_gib"][0]["passing"] > exact["passing"]
 
 
+def test_buffers_are_those_of_plan_memory(capsys):
+    """Of rank memory, those of mega_moe: qwen3_30b_a3b at EP = 8, in bf16."""
+    document = planned(capsys, "--config", str(REPOSITORY / "train_configs" / "qwen3_30b_a3b.toml"))
+    memory, kept = document["plans"][0]["memory_gib"][0], document["plans"][0]["kept_gib"][0]
+    shape = LayerShape(ep_size=8, max_tokens=16384, dim=2048, hidden_dim=768, num_local_experts=16, top_k=8)
+    sections = plan_memory(shape).sections
+    shared = sum(section.num_bytes for section in sections if "one for all layers" in section.lifetime)
+    passing = max(section.num_bytes for section in sections if section.is_passing)
+    assert memory["symmetric"] == pytest.approx(shared / 2**30)
+    assert memory["passing"] == pytest.approx(passing / 2**30)
+    inputs = 16384 * (2 * 2048 + 8 * 12)
+    assert kept["one_layer"] == pytest.approx((sections[-1].num_bytes + inputs) / 2**30)
+    assert kept["with_full_ac"] == pytest.approx((sections[-1].num_bytes + 49 * inputs) / 2**30)
+
+
+CONFIG_30B = ("--config", str(REPOSITORY / "train_configs" / "qwen3_30b_a3b.toml"), "--precision", "bf16")
+
+
+def memory_of(capsys, *argv: str) -> dict:
+    (plan,) = planned(capsys, *CONFIG_30B, *argv)["plans"]
+    return plan["memory_gib"][0] | {"plan": plan}
+
+
+def test_what_is_sharded_over_what(capsys):
+    once = memory_of(capsys, "--nproc", "32")
+    replicated = memory_of(capsys, "--nproc", "32", "--parallelism.data_parallel_replicate_degree", "2")
+    assert replicated["parameters"] == pytest.approx(2 * once["parameters"])
+    assert replicated["plan"]["shards_of_a_parameter"] == 16
+    fixed = memory_of(capsys, "--parallelism.data_parallel_shard_degree", "32")
+    assert fixed["plan"]["ranks"] == 32 and fixed["parameters"] == once["parameters"]
+    in_bf16 = memory_of(capsys, "--nproc", "32", "--training.dtype", "bfloat16")
+    for name in ("parameters", "gradients", "optimizer"):
+        assert in_bf16[name] == pytest.approx(once[name] / 2)
+    offloaded = memory_of(capsys, "--nproc", "32", "--training.enable_cpu_offload")
+    assert offloaded["parameters"] == offloaded["gradients"] == offloaded["optimizer"] == 0
+
+
+def test_tensor_parallelism_shares_tokens_with_expert_parallelism_and_splits_experts_without(capsys):
+    together = memory_of(capsys, "--parallelism.tensor_parallel_degree", "2")["plan"]
+    assert together["tokens_per_rank"] == 8192
+    alone = memory_of(capsys, "--parallelism.tensor_parallel_degree", "2", "--ep", "1")["plan"]
+    assert alone["tokens_per_rank"] == 16384
+    whole = memory_of(capsys, "--ep", "1")["plan"]
+    assert alone["layer"][0]["forward"]["tflop"] == pytest.approx(whole["layer"][0]["forward"]["tflop"] / 2)
+    assert alone["kept_gib"][0]["one_layer"] < whole["kept_gib"][0]["one_layer"]
+
+
+def test_what_fsdp_gathers(capsys):
+    """At EP = 8 the largest neighbours are the last block and the output layer, whose gradients are also there in bf16 and fp32."""
+    output, experts = 151936 * 2048 + 2048, 128 * 3 * 2048 * 768
+    attention = 2 * 2048 * 32 * 128 + 2 * 2048 * 4 * 128 + 2 * 128 + 2 * 2048
+    block = attention + 128 * 2048 + experts // 8
+    expected = (2 * (output + block) + 6 * output) / 2**30
+    assert memory_of(capsys)["gathered"] == pytest.approx(expected, rel=1e-3)
+    # What one rank alone casts is not sharded, and yet there in bf16.
+    assert memory_of(capsys, "--ep", "1", "--nproc", "1")["gathered"] > 0
+
+
+def test_a_degree_beyond_the_nvlink_domain(capsys):
+    plan = memory_of(capsys, "--ep", "16")["plan"]
+    assert "spans NVLink domains of 8 ranks: mega_moe's kernels refuse that" in plan["notes"][0]
+    assert plan["layer"][0]["forward"]["bound_by"] == "network"
+    wide = memory_of(capsys, "--ep", "16", "--domain", "72")["plan"]
+    assert not wide["notes"] and wide["layer"][0]["forward"]["network_mb"] == 0
+    assert main(["plan", *CONFIG_30B, "--ep", "16"]) == 0
+    assert "network MB" in capsys.readouterr().out
+
+
+def test_precisions_and_what_is_saved(capsys):
+    argv = ("--config", DEBUG_CONFIG, "--precision", "fp8,bf16", "--model.moe.dispatch.saved", "inputs")
+    (plan,) = planned(capsys, *argv)["plans"]
+    assert [memory["precision"] for memory in plan["memory_gib"]] == ["fp8", "bf16"]
+    (kept,) = planned(capsys, "--config", DEBUG_CONFIG, "--precision", "bf16")["plans"]
+    assert plan["kept_gib"][1]["one_layer"] < kept["kept_gib"][0]["one_layer"]
+    assert plan["layer"][1]["backward"]["tflop"] > kept["layer"][0]["backward"]["tflop"]
+
+
+def test_what_does_not_fit_is_said(capsys):
+    config = str(REPOSITORY / "train_configs" / "qwen3_235b_a22b.toml")
+    assert main(["plan", "--config", config, "--precision", "bf16", "--gpu", "b200"]) == 0
+    printed = capsys.readouterr().out
+    assert "too much" in printed and "mega_moe has no fused kernels for b200" in printed
+
+
 @pytest.mark.parametrize(
     "argv, message",
     [
@@ -113,6 +167,22 @@ def test_degrees_overrides_and_capacity(capsys):
         (["--config", DEBUG_CONFIG, "--ep", "two"], "--ep two: pass expert-parallel degrees"),
         (["--config", DEBUG_CONFIG, "--ep", "4", "--nproc", "6"], "--nproc 6: an expert-parallel degree of 4"),
         (["--config", DEBUG_CONFIG, "--model.flavor", "0.6B", "--model.moe.dispatch.type", "all_to_all"], "no experts"),
+        (["--config", DEBUG_CONFIG, "--precision", "mxfp8"], "--precision mxfp8 cannot be planned. Use some of: bf16"),
+        (["--config", DEBUG_CONFIG, "--domain", "0"], "--domain 0: pass how many ranks NVLink joins"),
+        (["--config", DEBUG_CONFIG, "--nproc", "0"], "--nproc 0"),
+        (
+            ["--config", DEBUG_CONFIG, "--nproc", "4", "--parallelism.data_parallel_shard_degree", "2"],
+            "--nproc 4: the configuration's parallelism degrees make 2 ranks. Leave it out",
+        ),
+        (
+            ["--config", DEBUG_CONFIG, "--parallelism.data_parallel_shard_degree", "3"],
+            "data_parallel_shard_degree = 3: an expert-parallel degree of 2 does not divide the 3 ranks",
+        ),
+        (
+            ["--config", DEBUG_CONFIG, "--nproc", "6", "--parallelism.data_parallel_replicate_degree", "4"],
+            "need a multiple of 4 ranks",
+        ),
+        (["--config", DEBUG_CONFIG, "--parallelism.pipeline_parallel_degree", "2"], "is not planned. Plan with 1"),
     ],
 )
 def test_bad_arguments(argv, message, capsys):

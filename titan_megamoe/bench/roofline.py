@@ -1,167 +1,370 @@
-"""What a mixture-of-experts layer costs at least: arithmetic, bytes over the link, bytes of memory, and the time of each.
+"""What a mixture-of-experts layer costs at least: arithmetic, bytes over NVLink, bytes of GPU memory, and the time of each.
 
 All figures are for one rank and one layer, with routes spread evenly over experts. A layer can take no less than the largest of
-the three times, if all are hidden behind that one perfectly.
+the times, and only if the others hide behind that one perfectly. Functions are pure; FLOPs count a multiplication and an addition
+as two, bytes are decimal (1 GB = 1e9), and memory sizes alone are in GiB.
 
-Shape suffixes are those of ``plan.py``.
+What is counted follows from what the kernels read and write (``hopper.py``, ``hopper_stages.py``, ``kernels/plan_tables.py``): every
+operand of a product from memory once, as a perfect L2 would have it. Left out, each about 1% or less: the routing plan, which
+every rank makes from all ranks' expert ids, scores of rows, and counters; and with a cache of the weights' FP8 copies, making them.
+
+Shape suffixes are those of ``plan.py``. In formulas: ``R = T K`` rows that a rank's experts compute, ``P`` ranks that share the
+experts, ``U = T P (1 - C(E - E/P, K) / C(E, K))`` distinct (token, rank) pairs, its own rank included: so many rows a rank receives.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from ..quantize import BLOCK
 
+# ---- GPUs
+
 
 @dataclass(frozen=True, kw_only=True)
-class Gpu:
-    """Peaks, and the shares of them that were reached."""
+class Rates:
+    """Of one GPU."""
 
-    name: str
     bf16_tflops: float
     fp8_tflops: float
     """Dense, without sparsity."""
     hbm_tb_per_second: float
     link_gb_per_second: float
     """NVLink, in one direction."""
-    memory_gib: float
+    network_gb_per_second: float
+    """Between NVLink domains, in one direction: this GPU's network adapter."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    name: str
+    memory_gib: float
+    """That a program can allocate, rounded down."""
+    ranks_per_domain: int
+    """GPUs that reach each other over NVLink, in NVIDIA's usual machine."""
+    nominal: Rates
+    achievable: Rates
+    assumed: tuple[str, ...]
+    """Fields of ``achievable`` that nobody here measured on this GPU."""
+    has_kernels: bool
+    """Whether ``mega_moe`` has fused kernels for it; if not, times say what the hardware would allow."""
+    source: str
+    """Of the nominal rates."""
+
+
+HOPPER_RATES = dict(bf16_tflops=989, fp8_tflops=1979, link_gb_per_second=450, network_gb_per_second=50)
+
+MEASURED_ON_H200 = Rates(
+    bf16_tflops=790, fp8_tflops=1300, hbm_tb_per_second=4.3, link_gb_per_second=380, network_gb_per_second=40
+)
+"""bf16: dense products of random data through cuBLAS, about (docs/results has 700 to 821, by shape and clock). FP8: about what the
+fastest blockwise kernels measured reach (DeepGEMM 1258 to 1344, ours 948 to 1259). HBM: a copy, bytes read and written. NVLink (370
+to 400 is usual) and network were not measured: assumptions."""
+
+UNMEASURED_LINKS = ("link_gb_per_second", "network_gb_per_second")
+
+
+def _like_h200(nominal: Rates) -> Rates:
+    """The shares of the peaks that an H200 reaches, of another GPU's peaks."""
+    shares = {f.name: getattr(MEASURED_ON_H200, f.name) / getattr(_H200, f.name) for f in fields(Rates)}
+    return Rates(**{name: getattr(nominal, name) * share for name, share in shares.items()})
+
+
+_H100 = Rates(**HOPPER_RATES, hbm_tb_per_second=3.35)
+_H200 = Rates(**HOPPER_RATES, hbm_tb_per_second=4.8)
+_B200 = Rates(
+    bf16_tflops=2250, fp8_tflops=4500, hbm_tb_per_second=8.0, link_gb_per_second=900, network_gb_per_second=50
+)
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        # NVIDIA's data sheets for the SXM versions: H100, H200, and one GPU of an HGX B200.
         Gpu(
-            name="h100", bf16_tflops=989, fp8_tflops=1979, hbm_tb_per_second=3.35, link_gb_per_second=450, memory_gib=80
+            name="h100",
+            memory_gib=79,
+            ranks_per_domain=8,
+            nominal=_H100,
+            achievable=_like_h200(_H100),
+            assumed=tuple(f.name for f in fields(Rates)),
+            has_kernels=True,
+            source="NVIDIA H100 data sheet, SXM5 (its matrix rates, with sparsity, halved; NVLink's 900 GB/s are of both "
+            "directions), and one 400 Gb/s adapter for each GPU as in a DGX H100",
         ),
         Gpu(
-            name="h200", bf16_tflops=989, fp8_tflops=1979, hbm_tb_per_second=4.8, link_gb_per_second=450, memory_gib=141
+            name="h200",
+            memory_gib=139,
+            ranks_per_domain=8,
+            nominal=_H200,
+            achievable=MEASURED_ON_H200,
+            assumed=UNMEASURED_LINKS,
+            has_kernels=True,
+            source="NVIDIA H200 data sheet, SXM (halved likewise), and one 400 Gb/s adapter for each GPU as in a DGX H200",
         ),
         Gpu(
             name="b200",
-            bf16_tflops=2250,
-            fp8_tflops=4500,
-            hbm_tb_per_second=8.0,
-            link_gb_per_second=900,
-            memory_gib=180,
+            memory_gib=178,
+            ranks_per_domain=8,
+            nominal=_B200,
+            achievable=_like_h200(_B200),
+            assumed=tuple(f.name for f in fields(Rates)),
+            has_kernels=False,
+            source="NVIDIA HGX B200 data sheet, one of 8 GPUs at 1000 W, dense; NVLink's 1.8 TB/s are of both directions; one "
+            "400 Gb/s adapter for each GPU as in a DGX B200",
         ),
     )
 }
 
-REACHED = {"bf16": 790 / 989, "fp8": 1250 / 1979, "hbm": 4.3 / 4.8, "link": 0.8}
-"""Of the peaks. Measured on an H200: a dense bf16 product of random data at 790 TFLOP/s, our FP8 products at up to 1250, a copy at
-4.3 TB/s. That of the link is an assumption."""
 
-SCORE_BYTES = 4
+# ---- one layer's work
+
+PRECISIONS = ("bf16", "fp8", "fp8_bwd")
+SAVED = ("activations", "inputs")
+WGRADS = ("bf16", "fp8")
+BF16_BYTES, FP8_BYTES, SCORE_BYTES, SCALE_BYTES = 2, 1, 4, 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """One layer's work on one rank."""
+    """One layer's work on one rank.
+
+    Raises:
+        ValueError: an impossible size, or an unknown choice, with what is possible.
+    """
 
     dim: int
+    """D"""
     hidden_dim: int
+    """F"""
     num_experts: int
-    """Of all ranks."""
+    """E, of all ranks."""
     top_k: int
+    """K"""
     tokens: int
-    """Of this rank."""
+    """T, of this rank."""
     ep_size: int
+    """P"""
     precision: str = "bf16"
+    wgrad: str = "bf16"
+    saved: str = "activations"
+    """These three as in :func:`titan_megamoe.mega_moe`."""
+    ranks_per_domain: int | None = None
+    """Ranks that NVLink joins; what goes to others goes over the network. None: all of them."""
 
     def __post_init__(self) -> None:
+        for name in ("dim", "hidden_dim", "num_experts", "top_k", "tokens", "ep_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Load: {name} = {getattr(self, name)}. Pass at least 1.")
+        if self.ranks_per_domain is not None and self.ranks_per_domain < 1:
+            raise ValueError(
+                f"Load: ranks_per_domain = {self.ranks_per_domain}. Pass at least 1, or None for all ranks."
+            )
+        if self.top_k > self.num_experts:
+            raise ValueError(
+                f"Load: top_k = {self.top_k}, but a token's experts are distinct and there are {self.num_experts}. Lower it."
+            )
         if self.num_experts % self.ep_size:
             raise ValueError(
                 f"an expert-parallel degree of {self.ep_size} does not divide {self.num_experts} experts. Use a divisor."
             )
+        for name, known in (("precision", PRECISIONS), ("wgrad", WGRADS), ("saved", SAVED)):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"Load: {name} = {getattr(self, name)!r} is not known. Use one of: {', '.join(known)}."
+                )
 
     @property
     def rows(self) -> int:
-        """Rows that this rank's experts compute: as many as its tokens have routes."""
+        """R = T K: rows that this rank's experts compute, as many as its tokens have routes."""
         return self.tokens * self.top_k
 
     @property
-    def remote_ranks(self) -> float:
-        """Ranks other than its own that hold an expert of a token, on average: a rank holds none with the probability that all K
-        distinct experts are among the others'."""
+    def meets_rank(self) -> float:
+        """Probability that a given rank holds one of a token's experts: it holds none if all K distinct ones are among the
+        E - E/P others."""
         E, local = self.num_experts, self.num_experts // self.ep_size  # noqa: N806
-        return (self.ep_size - 1) * (1 - math.comb(E - local, self.top_k) / math.comb(E, self.top_k))
+        return 1 - math.comb(E - local, self.top_k) / math.comb(E, self.top_k)
 
-    def _row_bytes(self, is_fp8: bool) -> int:
-        return self.dim + 4 * -(-self.dim // BLOCK) if is_fp8 else 2 * self.dim
+    @property
+    def remote_ranks(self) -> float:
+        """Ranks other than its own that hold an expert of a token, on average: (P - 1) times :attr:`meets_rank`."""
+        return (self.ep_size - 1) * self.meets_rank
+
+    @property
+    def remote_ranks_in_domain(self) -> float:
+        """Those of them that NVLink reaches."""
+        return (min(self.ep_size, self.ranks_per_domain or self.ep_size) - 1) * self.meets_rank
+
+    @property
+    def unique_rows(self) -> float:
+        """U: rows that this rank receives, its own tokens' included; a token is received once however many experts it has here."""
+        return self.tokens * self.ep_size * self.meets_rank
+
+    @property
+    def weight_elements(self) -> float:
+        """3 (E/P) D F, of this rank's experts."""
+        return 3.0 * self.num_experts / self.ep_size * self.dim * self.hidden_dim
+
+    @property
+    def forward_fp8(self) -> bool:
+        return self.precision == "fp8"
+
+    @property
+    def backward_fp8(self) -> bool:
+        return self.precision in ("fp8", "fp8_bwd")
+
+    @property
+    def wgrad_fp8(self) -> bool:
+        return self.backward_fp8 and self.wgrad == "fp8"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
     """Of a forward, a recomputation or a backward."""
 
-    bf16_flop: float
-    fp8_flop: float
-    link_bytes: float
-    """Received over the link by this rank; it sends as many."""
-    hbm_bytes: float
+    bf16_flop: float = 0.0
+    fp8_flop: float = 0.0
+    link_bytes: float = 0.0
+    """Received over NVLink by this rank; it sends as many."""
+    network_bytes: float = 0.0
+    """Likewise, between NVLink domains."""
+    hbm_bytes: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(**{name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__})
+        return Cost(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(Cost)})
 
-    def milliseconds(self, gpu: Gpu) -> dict[str, float]:
-        """``{"arithmetic": ..., "link": ..., "memory": ...}``, at what was REACHED of the peaks."""
-        arithmetic = self.bf16_flop / (gpu.bf16_tflops * REACHED["bf16"]) + self.fp8_flop / (
-            gpu.fp8_tflops * REACHED["fp8"]
-        )
+    def milliseconds(self, rates: Rates) -> dict[str, float]:
+        """``{"arithmetic": ..., "link": ..., "network": ..., "memory": ...}``: amounts over rates."""
+        arithmetic = self.bf16_flop / rates.bf16_tflops + self.fp8_flop / rates.fp8_tflops
         return {
             "arithmetic": arithmetic / 1e9,
-            "link": self.link_bytes / (gpu.link_gb_per_second * REACHED["link"]) / 1e6,
-            "memory": self.hbm_bytes / (gpu.hbm_tb_per_second * REACHED["hbm"]) / 1e9,
+            "link": self.link_bytes / rates.link_gb_per_second / 1e6,
+            "network": self.network_bytes / rates.network_gb_per_second / 1e6,
+            "memory": self.hbm_bytes / rates.hbm_tb_per_second / 1e9,
         }
+
+    def bound(self, rates: Rates) -> tuple[float, str]:
+        """The longest of its times in milliseconds, and which it is."""
+        times = self.milliseconds(rates)
+        longest = max(times, key=times.get)
+        return times[longest], longest
 
 
 def forward(load: Load) -> Cost:
-    """Gate, up and down; every token's row to each remote rank once, every remote rank's sum back once.
+    """Dispatch, gate/up, SwiGLU, down, combine.
 
-    Memory: the weights once; each row of x read and written into the pool and read from there; gate, up and h written, h read; y
-    written and read; the output written.
+    FLOP: ``2 R D F`` for each of gate, up and down. Link: each token's row once to each remote rank that holds an expert of it
+    and one bf16 row back. Memory: :func:`_dispatch_gate_up`; then h and W2 read, y written and read; of the results, with several
+    ranks, U rows written into their owners' slots and read from there; the output written.
     """
-    is_fp8 = load.precision == "fp8"
-    flop, weights = 6.0 * load.rows * load.dim * load.hidden_dim, _weights(load)
-    row, element = load._row_bytes(is_fp8), 1 if is_fp8 else 2
-    hbm = element * weights + 3 * load.rows * row + load.rows * load.hidden_dim * (4 + 2 * element)
-    hbm += load.rows * 4 * load.dim + 2 * load.tokens * load.dim
-    return _cost(flop, is_fp8, load.tokens * load.remote_ranks * (row + 2 * load.dim), hbm)
+    down = Cost(
+        **_flop(2.0 * load.rows * load.dim * load.hidden_dim, is_fp8=load.forward_fp8),
+        **_traffic(load, BF16_BYTES * load.dim),
+        hbm_bytes=load.rows * _row_bytes(load.hidden_dim, load.forward_fp8)
+        + _element_bytes(load.forward_fp8) * load.weight_elements / 3
+        + _results(load),
+    )
+    return _dispatch_gate_up(load, keeps_gate_up=load.saved == "activations") + down
 
 
 def recomputation(load: Load) -> Cost:
-    """What full activation checkpointing adds: dispatch, gate and up, but neither down nor combine."""
-    is_fp8 = load.precision == "fp8"
-    row, element = load._row_bytes(is_fp8), 1 if is_fp8 else 2
-    hbm = element * _weights(load) * 2 / 3 + 3 * load.rows * row + load.rows * load.hidden_dim * (4 + element)
-    flop = 4.0 * load.rows * load.dim * load.hidden_dim
-    return _cost(flop, is_fp8, load.tokens * load.remote_ranks * row, hbm)
+    """What full activation checkpointing adds: dispatch, gate and up, but neither down nor combine, which backward needs not."""
+    return _dispatch_gate_up(load, keeps_gate_up=load.saved == "activations")
 
 
 def backward(load: Load) -> Cost:
-    """Gradients of rows (as much arithmetic as forward) and of weights (as much again, here in bf16); every token's row of dout to
-    each remote rank, every remote rank's part of dx and of the score gradients back.
+    """Gradients of rows, scores and weights; with ``saved = "inputs"``, dispatch and gate/up once more before that.
 
-    Memory: the weights once, their gradients written; dout read, written and read twice; gate, up read; their gradients and the
-    weighted h written, and read twice; x read; dx written and read, and written.
+    FLOP: ``2 R D F`` for each of three products of rows and three of weights (``wgrad`` says in what). Link: each token's row of
+    dout once to each remote rank that holds an expert of it; one bf16 row of dx and K fp32 score gradients back. Memory:
+
+    - dout published (:func:`_publish`), pulled and read by the product, as x in forward; W1, W2 and W3 read;
+    - gate and up read; their gradients and the score-weighted h written in bf16, the former also in FP8 if that multiplies them;
+    - gradients of gate and up read by the second product; dx as the results in forward;
+    - weight gradients: x, dout, the gradients of gate and up and the weighted h read and 2 bytes a weight written. If operands come
+      in FP8 but are multiplied in bf16, or the other way round, they are converted first: read, written, read.
     """
-    is_fp8 = load.precision in ("fp8", "fp8_bwd")
-    flop, weights = 6.0 * load.rows * load.dim * load.hidden_dim, _weights(load)
-    row, element = load._row_bytes(is_fp8), 1 if is_fp8 else 2
-    hbm = (element + 2) * weights + 4 * load.rows * row + load.rows * 2 * load.dim
-    hbm += load.rows * load.hidden_dim * 2 * (2 + 3 + 5) + load.rows * 4 * load.dim + 2 * load.tokens * load.dim
-    link = load.tokens * load.remote_ranks * (row + 2 * load.dim + SCORE_BYTES * load.top_k)
-    return _cost(flop, is_fp8, link, hbm) + _cost(flop, False, 0.0, 0.0)
+    R, D, F = load.rows, load.dim, load.hidden_dim  # noqa: N806
+    rows_fp8 = load.backward_fp8
+    again = _dispatch_gate_up(load, keeps_gate_up=True) if load.saved == "inputs" else Cost()
 
-
-def _weights(load: Load) -> float:
-    """Elements of this rank's experts."""
-    return 3.0 * load.num_experts / load.ep_size * load.dim * load.hidden_dim
-
-
-def _cost(flop: float, is_fp8: bool, link_bytes: float, hbm_bytes: float) -> Cost:
-    return Cost(
-        bf16_flop=0.0 if is_fp8 else flop, fp8_flop=flop if is_fp8 else 0.0, link_bytes=link_bytes, hbm_bytes=hbm_bytes
+    hbm = _pull(load, is_fp8=rows_fp8) + R * _row_bytes(D, rows_fp8)
+    hbm += _element_bytes(rows_fp8) * load.weight_elements
+    hbm += R * F * BF16_BYTES * (2 + 3) + (2 * R * _row_bytes(F, True) if rows_fp8 else 0)
+    hbm += 2 * R * _row_bytes(F, rows_fp8)
+    hbm += _results(load)
+    rows = Cost(
+        **_flop(6.0 * R * D * F, is_fp8=rows_fp8),
+        **_traffic(load, _row_bytes(D, rows_fp8) + BF16_BYTES * D + SCORE_BYTES * load.top_k),
+        hbm_bytes=hbm,
     )
+
+    operands = ((D, load.forward_fp8), (D, rows_fp8), (F, False), (F, False), (F, False))
+    weights = Cost(
+        **_flop(6.0 * R * D * F, is_fp8=load.wgrad_fp8),
+        hbm_bytes=BF16_BYTES * load.weight_elements
+        + sum(R * _operand_bytes(columns, is_fp8, wanted_fp8=load.wgrad_fp8) for columns, is_fp8 in operands),
+    )
+    return again + rows + weights
+
+
+def full_layer(load: Load, *, full_ac: bool) -> Cost:
+    """Forward and backward, and under full activation checkpointing the recomputation between them."""
+    both = forward(load) + backward(load)
+    return both + recomputation(load) if full_ac else both
+
+
+# ---- parts
+
+
+def _dispatch_gate_up(load: Load, *, keeps_gate_up: bool) -> Cost:
+    """Dispatch, gate and up. Memory: :func:`_pull`; pool rows, W1 and W3 read; h written, and gate and up in bf16 if kept."""
+    R, D, F, is_fp8 = load.rows, load.dim, load.hidden_dim, load.forward_fp8  # noqa: N806
+    hbm = _pull(load, is_fp8=is_fp8) + R * _row_bytes(D, is_fp8)
+    hbm += _element_bytes(is_fp8) * load.weight_elements * 2 / 3
+    hbm += R * _row_bytes(F, is_fp8) + (2 * R * _row_bytes(F, False) if keeps_gate_up else 0)
+    return Cost(**_flop(4.0 * R * D * F, is_fp8=is_fp8), **_traffic(load, _row_bytes(D, is_fp8)), hbm_bytes=hbm)
+
+
+def _pull(load: Load, *, is_fp8: bool) -> float:
+    """Memory bytes: a rank's T tokens published, that is read in bf16 and written where peers can read (bf16 tokens of a rank
+    alone are read in place); U rows read, by whichever rank; R rows written into the pool."""
+    row = _row_bytes(load.dim, is_fp8)
+    in_place = load.ep_size == 1 and not is_fp8
+    published = 0 if in_place else load.tokens * (BF16_BYTES * load.dim + row)
+    return published + load.unique_rows * row + load.rows * row
+
+
+def _results(load: Load) -> float:
+    """Memory bytes of y or dx, in bf16: R rows written by the product, read to be summed; with several ranks U rows written into
+    slots and read; T rows written."""
+    slots = 2 * load.unique_rows if load.ep_size > 1 else 0
+    return (2 * load.rows + slots + load.tokens) * BF16_BYTES * load.dim
+
+
+def _operand_bytes(columns: int, is_fp8: bool, *, wanted_fp8: bool) -> float:
+    """Memory bytes of a row as an operand of the weight gradients: read, and if it must be converted first, written and read. FP8
+    operands are always converted: quantised again along the rows."""
+    row = _row_bytes(columns, is_fp8)
+    if wanted_fp8:
+        return row + 2 * columns * (FP8_BYTES + SCALE_BYTES / BLOCK)
+    return row + (2 * BF16_BYTES * columns if is_fp8 else 0)
+
+
+def _traffic(load: Load, bytes_per_pair: float) -> dict[str, float]:
+    """Bytes that a rank receives, if so many belong to each pair of a token and a remote rank that holds an expert of it."""
+    inside = load.tokens * load.remote_ranks_in_domain * bytes_per_pair
+    return {"link_bytes": inside, "network_bytes": load.tokens * load.remote_ranks * bytes_per_pair - inside}
+
+
+def _flop(flop: float, *, is_fp8: bool) -> dict[str, float]:
+    return {"fp8_flop": flop} if is_fp8 else {"bf16_flop": flop}
+
+
+def _element_bytes(is_fp8: bool) -> int:
+    return FP8_BYTES if is_fp8 else BF16_BYTES
+
+
+def _row_bytes(columns: int, is_fp8: bool) -> int:
+    """Of a row: bf16, or FP8 with an fp32 scale for each block of 128 columns."""
+    return columns * FP8_BYTES + SCALE_BYTES * -(-columns // BLOCK) if is_fp8 else BF16_BYTES * columns

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections import Counter
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -76,8 +75,10 @@ class ModelSize:
     num_parameters: int
     num_expert_parameters: int
     """Of them in routed experts"""
-    largest_block: int
-    """Parameters of the largest block of layers"""
+    vocab_size: int
+    fsdp_units: tuple[tuple[int, int], ...]
+    """Of what FSDP gathers at once, in the model's order (the embedding, each block of layers, the output layer): parameters, and
+    those of them in routed experts"""
 
     @property
     def num_active_parameters(self) -> int:
@@ -99,9 +100,15 @@ def model_size(spec: ModelSpec) -> ModelSize:
     with torch.device("meta"):
         model = spec.model.build()
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    blocks: Counter[str] = Counter()
+    in_experts = {name: size for name, size in sizes.items() if "routed_experts.inner_experts" in name}
+    units: dict[str, list[int]] = {}
     for name, size in sizes.items():
-        blocks[".".join(name.split(".")[:2])] += size
+        first, second, *_ = name.split(".")
+        # TorchTitan's apply_fsdp_to_decoder shards the last norm together with the output layer.
+        key = f"{first}.{second}" if first == "layers" else "output" if first in ("norm", "lm_head") else first
+        unit = units.setdefault(key, [0, 0])
+        unit[0] += size
+        unit[1] += in_experts.get(name, 0)
     return ModelSize(
         num_layers=len(spec.model.layers),
         num_moe_layers=len(moe_layers),
@@ -110,8 +117,9 @@ def model_size(spec: ModelSpec) -> ModelSize:
         num_experts=experts.num_experts,
         top_k=dispatcher.top_k,
         num_parameters=sum(sizes.values()),
-        num_expert_parameters=sum(size for name, size in sizes.items() if "routed_experts.inner_experts" in name),
-        largest_block=max(blocks.values()),
+        num_expert_parameters=sum(in_experts.values()),
+        vocab_size=spec.model.vocab_size,
+        fsdp_units=tuple((size, experts) for size, experts in units.values()),
     )
 
 
