@@ -54,8 +54,6 @@ from titan_megamoe.kernels.tuning import (
     tune_gemm_push,
     tune_pull_gemm,
     tune_pull_gemm_backward,
-    tune_pull_gemm_backward_split,
-    tune_pull_gemm_backward_split_fp8,
     tune_weight_gradients,
 )
 from titan_megamoe.kernels.weight_gradients import weight_gradients
@@ -181,7 +179,7 @@ class Layer:
             **kwargs,
         )
 
-    def pull_gemm_backward(self, plan=None, tuning=None) -> None:
+    def pull_gemm_backward(self, plan=None) -> None:
         names = (*BACKWARD_ROWS, "dout_RD", "dscore_parts_NR")
         pull_gemm_backward(
             plan or self.plan,
@@ -191,7 +189,6 @@ class Layer:
             fault=self.workspace.local.fault,
             rank=self.rank,
             deadline_seconds=2,
-            tuning=tuning,
             **{name: getattr(self.rows, name) for name in names},
         )
 
@@ -297,7 +294,7 @@ class Layer:
             **to,
         )
 
-    def pull_gemm_backward_fp8(self, plan=None, tuning=None) -> None:
+    def pull_gemm_backward_fp8(self, plan=None) -> None:
         dout_P, dout_scales_P = self.fp8_dout_addresses
         pull_gemm_backward_fp8(
             plan or self.plan,
@@ -309,7 +306,6 @@ class Layer:
             fault=self.workspace.local.fault,
             rank=self.rank,
             deadline_seconds=2,
-            tuning=tuning,
             **{name: getattr(self.rows, name) for name in BACKWARD_ROWS},
             **self.fp8_backward,
         )
@@ -406,8 +402,6 @@ def sweep(name: str, repeats: int) -> list[Result]:
     gate_up_flops = 2 * down_flops
     rows_in_place = functools.partial(layer.reset, rows_in_place=True)
     rows_done = functools.partial(layer.reset, rows_done=True)
-    split = tune_pull_gemm_backward_split(shape.dim, shape.hidden_dim)
-    split_fp8 = tune_pull_gemm_backward_split_fp8(shape.dim)
     layer.quantize()
     x_RD = torch.randn(num_rows, shape.dim, device="cuda").bfloat16()
     h_RF = torch.randn(num_rows, shape.hidden_dim, device="cuda").bfloat16()
@@ -426,14 +420,6 @@ def sweep(name: str, repeats: int) -> list[Result]:
         ("forward", "fused", layer.reset, lambda: (layer.pull_gemm(), layer.gemm_push()), 3 * down_flops),
         ("pull_gemm_backward", "fused", layer.reset, layer.pull_gemm_backward, down_flops),
         ("pull_gemm_backward", "gemm", rows_in_place, lambda: layer.pull_gemm_backward(layer.tiles_only), down_flops),
-        ("pull_gemm_backward_split", "fused", layer.reset, lambda: layer.pull_gemm_backward(tuning=split), down_flops),
-        (
-            "pull_gemm_backward_split",
-            "gemm",
-            rows_in_place,
-            lambda: layer.pull_gemm_backward(layer.tiles_only, tuning=split),
-            down_flops,
-        ),
         ("gemm_push_backward", "fused", layer.reset, layer.gemm_push_backward, gate_up_flops),
         ("gemm_push_backward", "gemm", layer.reset, lambda: layer.gemm_push_backward(layer.tiles_only), gate_up_flops),
         ("weight_gradients", "gemm", layer.reset, layer.weight_gradients, 3 * down_flops),
@@ -449,20 +435,6 @@ def sweep(name: str, repeats: int) -> list[Result]:
             "gemm",
             rows_in_place,
             lambda: layer.pull_gemm_backward_fp8(layer.tiles_only),
-            down_flops,
-        ),
-        (
-            "pull_gemm_backward_split_fp8",
-            "fused",
-            layer.reset,
-            lambda: layer.pull_gemm_backward_fp8(tuning=split_fp8),
-            down_flops,
-        ),
-        (
-            "pull_gemm_backward_split_fp8",
-            "gemm",
-            rows_in_place,
-            lambda: layer.pull_gemm_backward_fp8(layer.tiles_only, tuning=split_fp8),
             down_flops,
         ),
         ("gemm_push_backward_fp8", "fused", layer.reset, layer.gemm_push_backward_fp8, gate_up_flops),

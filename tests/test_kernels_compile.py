@@ -4,7 +4,6 @@ and keeps its data in registers."""
 from __future__ import annotations
 
 import re
-from functools import partial
 
 import pytest
 
@@ -23,11 +22,6 @@ from titan_megamoe.kernels.pull_gemm_backward_fp8 import (
     pull_gemm_backward_fp8_constants,
     pull_gemm_backward_fp8_kernel,
 )
-from titan_megamoe.kernels.pull_gemm_backward_split import (
-    pull_gemm_backward_split_fp8_kernel,
-    pull_gemm_backward_split_kernel,
-    split_constants,
-)
 from titan_megamoe.kernels.pull_gemm_fp8 import (
     fp8_layout,
     pull_gemm_fp8_constants,
@@ -44,8 +38,6 @@ from titan_megamoe.kernels.tuning import (
     tune_gemm_push_fp8,
     tune_pull_gemm,
     tune_pull_gemm_backward,
-    tune_pull_gemm_backward_split,
-    tune_pull_gemm_backward_split_fp8,
     tune_pull_gemm_backward_fp8,
     tune_pull_gemm_fp8,
 )
@@ -153,29 +145,26 @@ def test_pull_gemm(shape, saves_gate_up):
 
 
 @every_shape
-@pytest.mark.parametrize("is_split", [False, True])
-def test_pull_gemm_backward(shape, is_split):
+def test_pull_gemm_backward(shape):
     dim, hidden_dim, top_k, ep_size = shape
-    kernel, constants = pull_gemm_backward_kernel, pull_gemm_backward_constants
     tuning = tune_pull_gemm_backward(dim, hidden_dim)
-    registers = tuning.registers
-    if is_split:
-        kernel, constants = pull_gemm_backward_split_kernel, partial(split_constants, is_fp8=False)
-        tuning = tune_pull_gemm_backward_split(dim, hidden_dim)
-        registers = (tuning.consumer_registers, *tuning.registers)
     n = tuning.block_n
     outputs = "gate_desc up_desc dgate_desc dup_desc scaled_h_desc"
     floats = "pull_scores_UK row_scores_R dscore_parts_NR"
     compiled = compile_kernel(
-        kernel,
+        pull_gemm_backward_kernel,
         dict(dout_desc=matrix(128, 64), half_dout_desc=matrix(64, 64), w2_desc=matrix(64, n))
         | dict.fromkeys(outputs.split(), matrix(64, 64)),
         dict.fromkeys((PLANNED + "pull_rows_UK arrival_M").split(), "i32")
         | dict.fromkeys(floats.split(), "fp32")
         | dict(pull_source_U="i64", dout_addresses_P="i64", dout_RD="bf16"),
-        constants(tuning, dim=dim, hidden_dim=hidden_dim, top_k=top_k, ep_size=ep_size),
+        pull_gemm_backward_constants(tuning, dim=dim, hidden_dim=hidden_dim, top_k=top_k, ep_size=ep_size),
     )
-    check(compiled, registers=registers, product=f"m64n{min(n, 128)}k16.f32.bf16.bf16")
+    check(
+        compiled,
+        registers=(tuning.epilogue_registers, *tuning.registers),
+        product=f"m64n{min(n, 128)}k16.f32.bf16.bf16",
+    )
 
 
 def fp8(rows: int) -> str:
@@ -208,29 +197,22 @@ def test_pull_gemm_fp8(shape, saves_gate_up):
 
 
 @fp8_shape
-@pytest.mark.parametrize("is_split", [False, True])
-def test_pull_gemm_backward_fp8(shape, is_split):
+def test_pull_gemm_backward_fp8(shape):
     dim, hidden_dim, top_k, ep_size = shape
-    kernel, constants = pull_gemm_backward_fp8_kernel, pull_gemm_backward_fp8_constants
     tuning = tune_pull_gemm_backward_fp8(dim)
-    registers = tuning.registers
-    if is_split:
-        kernel, constants = pull_gemm_backward_split_fp8_kernel, partial(split_constants, is_fp8=True)
-        tuning = tune_pull_gemm_backward_split_fp8(dim)
-        registers = (tuning.consumer_registers, *tuning.registers)
     outputs = "gate_desc up_desc dgate_desc dup_desc scaled_h_desc"
     floats = "pull_scores_UK row_scores_R dscore_parts_NR w2_scales_Ebb dout_scales_bR dgate_scales_bR dup_scales_bR"
     compiled = compile_kernel(
-        kernel,
+        pull_gemm_backward_fp8_kernel,
         dict(dout_desc=fp8(128), half_dout_desc=fp8(64), scales_desc=ROW_SCALES, w2t_desc=fp8(128))
         | dict.fromkeys(outputs.split(), matrix(64, 64))
         | dict(dgate_fp8_desc=fp8(64), dup_fp8_desc=fp8(64)),
         dict.fromkeys((PLANNED + "pull_rows_UK arrival_M").split(), "i32")
         | dict.fromkeys(floats.split(), "fp32")
         | dict(pull_source_U="i64", dout_addresses_P="i64", dout_scales_addresses_P="i64", dout_RD="bf16"),
-        constants(tuning, dim=dim, hidden_dim=hidden_dim, top_k=top_k, ep_size=ep_size),
+        pull_gemm_backward_fp8_constants(tuning, dim=dim, hidden_dim=hidden_dim, top_k=top_k, ep_size=ep_size),
     )
-    check(compiled, registers=registers, product="m64n128k32.f32.e4m3.e4m3")
+    check(compiled, registers=(tuning.epilogue_registers, *tuning.registers), product="m64n128k32.f32.e4m3.e4m3")
     ptx = compiled.asm["ptx"]
     assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
     assert re.search(r"ld\.global\S*\.v4", ptx) and "st.global.v4" in ptx, "rows are copied 16 bytes at a time"

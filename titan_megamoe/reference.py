@@ -166,7 +166,8 @@ def backward(
     gate_RF, up_RF = gate_RF.to(acc), up_RF.to(acc)
 
     dout_rows_RD = _pull_rows(dout_TD, plan, link, is_fp8)
-    g_RF = grouped_mm(dout_rows_RD, _weight(w2_EDF, is_fp8), plan)
+    # Rounded as in the kernels, where it goes from one warpgroup to another in bf16.
+    g_RF = grouped_mm(dout_rows_RD, _weight(w2_EDF, is_fp8), plan).to(dtype).to(acc)
     a_RF = swiglu(gate_RF, up_RF)
     scores_R1 = saved.row_scores_R.to(acc)[:, None]
     dscore_R = (g_RF * a_RF).sum(dim=1)
@@ -175,6 +176,8 @@ def backward(
     dgate_RF = da_RF * up_RF * sigmoid_RF * (1 + gate_RF * (1 - sigmoid_RF))
     dup_RF = da_RF * gate_RF * sigmoid_RF
 
+    # In FP8, too, they are quantised from the layer's own type, in which the weight gradients read them.
+    dgate_RF, dup_RF = dgate_RF.to(dtype), dup_RF.to(dtype)
     dx_rows_RD = grouped_mm(_factor(dgate_RF, dtype, is_fp8), _weight(w1_EFD, is_fp8), plan)
     dx_rows_RD += grouped_mm(_factor(dup_RF, dtype, is_fp8), _weight(w3_EFD, is_fp8), plan)
     dx_TD = push(pre_reduce(dx_rows_RD, plan).to(dtype), plan, link, num_tokens=x_TD.shape[0])

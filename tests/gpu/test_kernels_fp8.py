@@ -16,7 +16,6 @@ from titan_megamoe.kernels.gemm_push_fp8 import gemm_push_backward_fp8, gemm_pus
 from titan_megamoe.kernels.plan_tables import BackwardRows, PHASE_ALL_SENT
 from titan_megamoe.kernels.pull_gemm_backward_fp8 import pull_gemm_backward_fp8
 from titan_megamoe.kernels.pull_gemm_fp8 import pull_gemm_fp8
-from titan_megamoe.kernels.tuning import tune_pull_gemm_backward_fp8, tune_pull_gemm_backward_split_fp8
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 
@@ -194,8 +193,8 @@ class Fp8Layer(Layer):
         )
         self.workspaces[rank].check()
 
-    def backward_fp8(self, *, pull=None, **kwargs):
-        """Gradients of ``x_ND`` and ``scores_NK``, from poisoned buffers, after forwards that saved gate and up. ``pull``: a tuning."""
+    def backward_fp8(self, **kwargs):
+        """Gradients of ``x_ND`` and ``scores_NK``, from poisoned buffers, after forwards that saved gate and up."""
         self.reset(BackwardRows)
         for rows in self.fp8_backward_rows:
             for tensor in rows.values():
@@ -203,7 +202,7 @@ class Fp8Layer(Layer):
         dx_ND, dscores_NK = torch.full_like(self.x_ND, NAN), torch.full_like(self.scores_NK, NAN)
         dxs, dscores = dx_ND.split(self.tokens_per_rank), dscores_NK.split(self.tokens_per_rank)
         for rank in range(self.shape.ep_size):
-            self.pull_gemm_backward_fp8(rank, tuning=pull, **kwargs)
+            self.pull_gemm_backward_fp8(rank, **kwargs)
             self.gemm_push_backward_fp8(rank, dxs[rank], dscores[rank], **kwargs)
         if self.shape.ep_size > 1:
             self.both(combine.signal, PHASE_ALL_SENT)
@@ -244,7 +243,7 @@ class Fp8Layer(Layer):
             if not len(token):
                 continue
 
-            g = dout_ND[token] @ w2_EDF[expert]
+            g = (dout_ND[token] @ w2_EDF[expert]).bfloat16().double()  # as it goes from one warpgroup to another
             gate, up = rows.gate_RF[mine].double(), rows.up_RF[mine].double()
             score, sigmoid = self.scores_NK[token, slot, None].double(), gate.sigmoid()
             silu = gate * sigmoid
@@ -253,13 +252,12 @@ class Fp8Layer(Layer):
             assert relative_error(rows.dgate_RF[mine], dgate) < 1e-2
             assert relative_error(rows.dup_RF[mine], dup) < 1e-2
             assert relative_error(rows.scaled_h_RF[mine], score * silu * up) < 1e-2
-            for name, expected in (("dgate", dgate), ("dup", dup)):
-                quantized = reference.quantize_rows(expected.float())
+            for name, in_bf16 in (("dgate", rows.dgate_RF[mine]), ("dup", rows.dup_RF[mine])):
+                quantized = reference.quantize_rows(in_bf16)
                 scales_bR = got[f"{name}_scales_bR"][:, mine]
                 values = dequantize(got[f"{name}_fp8_RF"][mine], scales_bR)
-                assert relative_error(scales_bR.T, quantized.scales.double()) < 2e-3, name
-                assert relative_error(values, expected) < 4e-2, name
-                assert relative_error(values, quantized.dequantize().double()) < 2e-2, name
+                assert relative_error(scales_bR.T, quantized.scales.double()) < 1e-6, name
+                assert relative_error(values, quantized.dequantize().double()) < 1e-3, name
             # Of few rows the sums may happen to be small: their error is measured by what is added up.
             terms = g * silu * up
             error = got["dscore_parts_NR"][:, mine].double().sum(dim=0) - terms.sum(dim=1)
@@ -329,7 +327,6 @@ def test_against_the_emulation(tokens_per_rank, num_local_experts, top_k, dim, h
     assert relative_error(layer.forward_fp8(), emulated.double()) < 1.5e-2
 
 
-@pytest.mark.parametrize("tune", [tune_pull_gemm_backward_fp8, tune_pull_gemm_backward_split_fp8])
 @pytest.mark.parametrize(
     "tokens_per_rank, num_local_experts, top_k, dim, hidden_dim",
     [
@@ -341,11 +338,11 @@ def test_against_the_emulation(tokens_per_rank, num_local_experts, top_k, dim, h
         ([40] * 3, 16, 1, 384, 128),  # with experts that have no rows
     ],
 )
-def test_backward(tokens_per_rank, num_local_experts, top_k, dim, hidden_dim, tune):
+def test_backward(tokens_per_rank, num_local_experts, top_k, dim, hidden_dim):
     layer = Fp8Layer(tokens_per_rank, num_local_experts, top_k, dim, hidden_dim)
     for rank in range(len(tokens_per_rank)):
         layer.pull_gemm_fp8(rank, saves=True)
-    dx_ND, dscores_NK = layer.backward_fp8(pull=tune(dim))
+    dx_ND, dscores_NK = layer.backward_fp8()
     for rank in range(len(tokens_per_rank)):
         layer.check_rows_of_backward(rank)
     layer.check_gradients(dx_ND, dscores_NK)
@@ -362,16 +359,15 @@ def test_bitwise_equal_on_any_number_of_sms():
         assert torch.equal(layer.forward_fp8(num_sms=num_sms), first), num_sms
 
 
-@pytest.mark.parametrize("tune", [tune_pull_gemm_backward_fp8, tune_pull_gemm_backward_split_fp8])
 @pytest.mark.parametrize("tokens_per_rank", [[1000], [300] * 3])
-def test_backward_is_bitwise_equal_on_any_number_of_sms(tokens_per_rank, tune):
+def test_backward_is_bitwise_equal_on_any_number_of_sms(tokens_per_rank):
     layer = Fp8Layer(tokens_per_rank, 16, 6, 1024, 384)
     for rank in range(len(tokens_per_rank)):
         layer.pull_gemm_fp8(rank, saves=True)
 
     def results(**kwargs):
         """With the rows of each rank, poison and all: padding is written, or not, on any number of SMs."""
-        tensors = list(layer.backward_fp8(pull=tune(1024), **kwargs))
+        tensors = list(layer.backward_fp8(**kwargs))
         for rows, fp8_rows in zip(layer.rows, layer.fp8_backward_rows):
             tensors += [rows.dgate_RF, rows.dup_RF, rows.scaled_h_RF, rows.row_scores_R, *fp8_rows.values()]
         return [tensor.view(torch.uint8).clone() for tensor in tensors]

@@ -34,7 +34,6 @@ from titan_megamoe.kernels.tuning import (
     tune_gemm_push,
     tune_pull_gemm,
     tune_pull_gemm_backward,
-    tune_pull_gemm_backward_split,
 )
 from titan_megamoe.kernels.weight_gradients import weight_gradients
 from titan_megamoe.symmetric import virtual_workspaces
@@ -316,18 +315,6 @@ def test_against_fp64(tokens_per_rank, num_local_experts, top_k, dim, hidden_dim
 @SIZES
 def test_backward_against_fp64(tokens_per_rank, num_local_experts, top_k, dim, hidden_dim):
     Layer(tokens_per_rank, num_local_experts, top_k, dim, hidden_dim).check_backward()
-
-
-@SIZES
-def test_split_backward_against_fp64(tokens_per_rank, num_local_experts, top_k, dim, hidden_dim):
-    layer = Layer(tokens_per_rank, num_local_experts, top_k, dim, hidden_dim)
-    split = tune_pull_gemm_backward_split(dim, hidden_dim)
-    layer.check_backward(pull=split)
-    dout_ND = layer.randn(*layer.x_ND.shape)
-    first = layer.backward(dout_ND, pull=split)
-    for num_sms in (1, 7, 131):
-        for name, a, b in zip(GRADIENTS, layer.backward(dout_ND, pull=split, num_sms=num_sms), first, strict=True):
-            assert torch.equal(a, b), (num_sms, name)
 
 
 def test_gate_and_up_are_saved():

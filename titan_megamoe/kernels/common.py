@@ -189,6 +189,18 @@ def make_pipeline(STAGES: gl.constexpr, STAGE_READERS: gl.constexpr, RING_READER
 
 
 @gluon.jit
+def make_half_barriers():
+    """Two barriers for each half of a tile's rows, such as "full" and "empty": they hand a buffer from one role to another and
+    back."""
+    there = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    back = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(there.index(i), count=1)
+        mbarrier.init(back.index(i), count=1)
+    return there, back
+
+
+@gluon.jit
 def skip_steps(stages, step, num_steps, STAGES: gl.constexpr):
     """Consumer of a tile that has nothing in its half: leave the tensor cores to the other one. Returns the step after."""
     stage_full, stage_empty = stages

@@ -59,6 +59,7 @@ from .common import (
     HALF_M,
     idle,
     load_tile_rows,
+    make_half_barriers,
     make_pipeline,
     receive_tile,
     skip_steps,
@@ -528,11 +529,7 @@ def gemm_push_kernel(
     b_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES] + B_SHAPE, b_desc.layout)
     y_buf = gl.allocate_shared_memory(gl.bfloat16, [HALF_M, BLOCK_N], y_desc.layout)
     stages, tiles = make_pipeline(STAGES, 2, 4)  # both consumers, the producer and the store warp
-    y_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(y_full.index(i), count=1)
-        mbarrier.init(turns.index(i), count=1)
+    y_full, turns = make_half_barriers()
 
     descs = (a_desc, half_a_desc, b_desc, next_a_desc, next_half_a_desc, next_b_desc)
     operands = (a_bufs, b_bufs)

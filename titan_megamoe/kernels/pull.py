@@ -27,9 +27,30 @@ from .common import (
     thread_barrier,
     tile_in_turn,
 )
+from .tuning import PullGemmTuning
 
 _PHASE_ARRIVAL = gl.constexpr(plan_tables.PHASE_ARRIVAL)
 _PULL_QUEUE, _TILE_QUEUE, _PADDING_QUEUE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(6)
+
+
+def pull_constants(
+    tuning: PullGemmTuning, *, dim: int, hidden_dim: int, top_k: int, ep_size: int
+) -> dict[str, int | bool]:
+    """What all kernels that pull are compiled for."""
+    consumer, comm, other = tuning.registers
+    return {
+        "DIM": dim,
+        "HIDDEN": hidden_dim,
+        "TOP_K": top_k,
+        "EP_SIZE": ep_size,
+        "STAGES": tuning.stages,
+        "COMM_WARPS": tuning.comm_warps,
+        "TOKENS": tuning.tokens,
+        "COLUMNS": tuning.columns,
+        "CONSUMER_REGS": consumer,
+        "COMM_REGS": comm,
+        "OTHER_REGS": other,
+    }
 
 
 @gluon.jit

@@ -2,30 +2,26 @@
 
 For every row r of the pool, of a route with score s, and with a = silu(gate) * up of the forward:
 
-    g[r]        = dout[r] W2[expert]                                    not written: it stays in registers
+    g[r]        = dout[r] W2[expert]                                    not written: it stays in shared memory, in bf16
     dgate[r]    = s g up silu'(gate)        silu'(z) = sigmoid(z) (1 + z (1 - sigmoid(z)))
     dup[r]      = s g silu(gate)
     scaled_h[r] = s a                       the other factor of the gradient of W2
     dscore[r]   = <g, a>                    one part for each column tile, added up in their order where it is sent
 
 so neither the forward's result of the down projection nor its h is needed. The roles are those of ``pull_gemm``
-(``common.py``), and one more: a warp that loads gate and up of a tile into the buffers of its epilogue, while the tile
-is being multiplied. dgate and dup leave through the same buffers.
+(``common.py``), and two more (``swiglu_backward.py``): a warp that loads gate and up of a tile while the tile is being multiplied,
+and a warpgroup that computes all but g.
 
 Shape suffixes are those of ``plan_tables.py``.
 """
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -33,7 +29,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from . import plan_tables
 from .common import (
     async_load,
-    async_store,
     BLOCK_K,
     BLOCK_M,
     check_sizes,
@@ -46,6 +41,7 @@ from .common import (
     HALF_M,
     idle,
     load_tile_rows,
+    make_half_barriers,
     make_pipeline,
     receive_tile,
     skip_steps,
@@ -53,12 +49,16 @@ from .common import (
     unpack_tile,
 )
 from .plan_tables import Counters, KernelPlan
-from .pull import pull_rows, schedule_arrived_tiles
-from .tuning import PullGemmTuning, tune_pull_gemm_backward
-
-
-PART_N = gl.constexpr(64)
-"""Columns of gate and up that a consumer holds in registers at a time, beside all of a tile's g."""
+from .pull import pull_constants, pull_rows, schedule_arrived_tiles
+from .swiglu_backward import (
+    allocate_activations,
+    allocate_products,
+    go_back_through_swiglu,
+    hand_over,
+    load_activations,
+    PART_N,
+)
+from .tuning import PullGemmBackwardTuning, tune_pull_gemm_backward
 
 
 def pull_gemm_backward(
@@ -79,7 +79,7 @@ def pull_gemm_backward(
     rank: int = 0,
     num_sms: int | None = None,
     deadline_seconds: float = DEFAULT_DEADLINE_SECONDS,
-    tuning: PullGemmTuning | None = None,
+    tuning: PullGemmBackwardTuning | None = None,
 ) -> None:
     """Launch the kernel on the current stream. All tensors are on one device, contiguous; R is a multiple of BLOCK_M.
 
@@ -119,12 +119,7 @@ def pull_gemm_backward(
     if num_rows == 0:
         return
 
-    kernel, constants = pull_gemm_backward_kernel, pull_gemm_backward_constants
-    if tuning.is_split:
-        from . import pull_gemm_backward_split as split  # which shares functions with the kernel below
-
-        kernel, constants = split.pull_gemm_backward_split_kernel, partial(split.split_constants, is_fp8=False)
-    kernel[(grid_size(name, num_sms, dout_RD.device),)](
+    pull_gemm_backward_kernel[(grid_size(name, num_sms, dout_RD.device),)](
         tile_descriptor(dout_RD, BLOCK_M.value, BLOCK_K.value),
         tile_descriptor(dout_RD, HALF_M.value, BLOCK_K.value),
         tile_descriptor(w2_EDF.view(-1, hidden_dim), BLOCK_K.value, tuning.block_n),
@@ -149,46 +144,25 @@ def pull_gemm_backward(
         fault,
         rank,
         deadline_in_us(name, deadline_seconds),
-        **constants(tuning, dim=dim, hidden_dim=hidden_dim, top_k=top_k, ep_size=dout_addresses_P.numel()),
+        **pull_gemm_backward_constants(
+            tuning, dim=dim, hidden_dim=hidden_dim, top_k=top_k, ep_size=dout_addresses_P.numel()
+        ),
         num_warps=4,
     )
 
 
-def pull_gemm_backward_constants(
-    tuning: PullGemmTuning, *, dim: int, hidden_dim: int, top_k: int, ep_size: int
-) -> dict[str, int]:
-    """What the kernel is compiled for."""
-    consumer, comm, other = tuning.registers
-    return {
-        "DIM": dim,
-        "HIDDEN": hidden_dim,
-        "TOP_K": top_k,
-        "EP_SIZE": ep_size,
-        "BLOCK_N": tuning.block_n,
-        "STAGES": tuning.stages,
-        "COMM_WARPS": tuning.comm_warps,
-        "TOKENS": tuning.tokens,
-        "COLUMNS": tuning.columns,
-        "CONSUMER_REGS": consumer,
-        "COMM_REGS": comm,
-        "OTHER_REGS": other,
-    }
+def pull_gemm_backward_constants(tuning: PullGemmBackwardTuning, **sizes: int) -> dict[str, int]:
+    """What the kernel is compiled for. ``sizes``: as of ``pull_constants``."""
+    return {**pull_constants(tuning, **sizes), "BLOCK_N": tuning.block_n, "EPILOGUE_REGS": tuning.epilogue_registers}
 
 
 # ---- the kernel
 
 _KERNEL = gl.constexpr(plan_tables.KERNEL_PULL_GEMM_BACKWARD)
-GATE, UP, SCALED_H = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 
 @gluon.jit
-def activations_buffer(bufs, HALF: gl.constexpr, part, WHAT: gl.constexpr, PARTS: gl.constexpr):
-    """The ``[HALF_M, PART_N]`` buffer of that half of a tile's rows and part of its columns."""
-    return bufs.index((HALF * PARTS + part) * 3 + WHAT)
-
-
-@gluon.jit
-def load_operands(
+def _load(
     descs,
     operands,
     stages,
@@ -225,97 +199,22 @@ def load_operands(
 
 
 @gluon.jit
-def load_activations(activations, tiles, BLOCK_N: gl.constexpr):
-    """Load gate and up of each tile into its consumers' buffers, as soon as the tile before has left them."""
-    gate_desc, up_desc, bufs, full, empty = activations
-    ring, ring_full, ring_empty = tiles
-    PARTS: gl.constexpr = BLOCK_N // PART_N
-    BYTES: gl.constexpr = PARTS * (gate_desc.block_type.nbytes + up_desc.block_type.nbytes)
-    count = 0
-    upper_count = 0  # of tiles that have rows for the second consumer
-    tile = receive_tile(ring, ring_full, count)
-    while tile >= 0:
-        m, n, expert, rows = unpack_tile(tile)
-        for half in gl.static_range(2):
-            if rows > half * HALF_M:
-                loaded = count if half == 0 else upper_count
-                mbarrier.wait(empty.index(half), (loaded & 1) ^ 1)
-                mbarrier.expect(full.index(half), BYTES)
-                for part in gl.static_range(PARTS):
-                    at = [m * BLOCK_M + half * HALF_M, n * BLOCK_N + part * PART_N]
-                    async_load(gate_desc, at, full.index(half), activations_buffer(bufs, half, part, GATE, PARTS))
-                    async_load(up_desc, at, full.index(half), activations_buffer(bufs, half, part, UP, PARTS))
-        if rows > HALF_M:
-            upper_count += 1
-        finish_tile(ring_empty, count)
-        count += 1
-        tile = receive_tile(ring, ring_full, count)
-
-
-@gluon.jit
-def part_of(g, PART: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr):
-    """Columns of g that a thread has already: nothing moves."""
-    if BLOCK_N == PART_N:
-        part = g
-    else:
-        first, second = g.reshape([HALF_M, 2, PART_N]).permute([0, 2, 1]).split()
-        part = gl.convert_layout(second if PART == 1 else first, layout, assert_trivial=True)
-    return part
-
-
-@gluon.jit
-def write_part(g, score_r, is_row_r, outputs, at, HALF: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr):
-    """Write dgate, dup and scaled_h of some columns. Returns their part of the score gradient, and dgate and dup in fp32."""
-    dgate_desc, dup_desc, scaled_h_desc, bufs, _, _ = outputs
-    gate_buf = activations_buffer(bufs, HALF, PART, GATE, PARTS)
-    up_buf = activations_buffer(bufs, HALF, PART, UP, PARTS)
-    scaled_h_buf = activations_buffer(bufs, HALF, PART, SCALED_H, PARTS)
-    gate = gate_buf.load(g.type.layout).to(gl.float32)
-    up = up_buf.load(g.type.layout).to(gl.float32)
-    sigmoid = 1.0 / (1.0 + gl.exp(-gate))
-    silu = gate * sigmoid
-    dscore_r = gl.sum(g * silu * up, axis=1)
-    # Padding is written as zeros (the weight gradients read it), whatever its g, gate and up are.
-    is_row = is_row_r[:, None]
-    score = score_r[:, None]
-    g *= score
-    dgate = g * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    scaled_h_buf.store(gl.where(is_row, score * silu * up, 0.0).to(gl.bfloat16))
-    dgate = gl.where(is_row, dgate, 0.0)
-    gate_buf.store(dgate.to(gl.bfloat16))
-    dup = gl.where(is_row, g * silu, 0.0)
-    up_buf.store(dup.to(gl.bfloat16))
-    fence_async_shared()
-    async_store(scaled_h_desc, at, scaled_h_buf)
-    async_store(dgate_desc, at, gate_buf)
-    async_store(dup_desc, at, up_buf)
-    return dscore_r, dgate, dup
-
-
-@gluon.jit
 def _multiply(
     HALF: gl.constexpr,  # which half of each tile's rows
     consumer,
-    scores,
     DIM: gl.constexpr,
     STAGES: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):
-    """Consumer: g of 64 rows x BLOCK_N columns and what follows from it, tile after tile."""
-    operands, outputs, stages, tiles = consumer
+    """Consumer: g of 64 rows x BLOCK_N columns, tile after tile."""
+    operands, products, stages, tiles = consumer
     dout_bufs, w2_bufs = operands
-    _, _, _, _, full, empty = outputs
-    row_scores_R, dscore_parts_NR, num_rows = scores
     stage_full, stage_empty = stages
     ring, ring_full, ring_empty = tiles
     NUM_STEPS: gl.constexpr = DIM // BLOCK_K
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
     )
-    part_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PART_N, 16]
-    )
-    row_in_tile_r = HALF * HALF_M + gl.arange(0, HALF_M, layout=gl.SliceLayout(1, part_layout))
     step = 0
     count = 0
     num_done = 0  # tiles that had rows in this half
@@ -323,9 +222,6 @@ def _multiply(
     while tile >= 0:
         m, n, expert, rows = unpack_tile(tile)
         if rows > HALF * HALF_M:
-            if num_done > 0:
-                tma.store_wait(0)
-                mbarrier.arrive(empty.index(HALF), count=1)
             g = gl.zeros([HALF_M, BLOCK_N], gl.float32, layout)
             for k in range(NUM_STEPS):
                 stage = step % STAGES
@@ -340,34 +236,13 @@ def _multiply(
             g = warpgroup_mma_wait(0, deps=(g,))
             mbarrier.arrive(stage_empty.index((step - 1) % STAGES), count=1)
             finish_tile(ring_empty, count)
-
-            row_r = m * BLOCK_M + row_in_tile_r
-            is_row_r = row_in_tile_r < rows
-            # Another SM wrote them during this kernel: not through this SM's own cache.
-            score_r = gl.load(row_scores_R + row_r, mask=is_row_r, other=0.0, cache_modifier=".cg")
-            mbarrier.wait(full.index(HALF), num_done & 1)
-            dscore_r = gl.zeros([HALF_M], gl.float32, gl.SliceLayout(1, part_layout))
-            for part in gl.static_range(BLOCK_N // PART_N):
-                at = [m * BLOCK_M + HALF * HALF_M, n * BLOCK_N + part * PART_N]
-                part_dscore_r, dgate, dup = write_part(
-                    part_of(g, part, BLOCK_N, part_layout),
-                    score_r,
-                    is_row_r,
-                    outputs,
-                    at,
-                    HALF,
-                    part,
-                    BLOCK_N // PART_N,
-                )
-                dscore_r += part_dscore_r
-            gl.store(dscore_parts_NR + n.to(gl.int64) * num_rows + row_r, dscore_r, mask=is_row_r)
+            hand_over(g, products, HALF, num_done, BLOCK_N, 16)
             num_done += 1
         else:
             step = skip_steps(stages, step, NUM_STEPS, STAGES)
             finish_tile(ring_empty, count)
         count += 1
         tile = receive_tile(ring, ring_full, count)
-    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["num_rows", "rank", "deadline_us"])
@@ -407,22 +282,22 @@ def pull_gemm_backward_kernel(
     TOKENS: gl.constexpr,
     COLUMNS: gl.constexpr,
     CONSUMER_REGS: gl.constexpr,
+    EPILOGUE_REGS: gl.constexpr,
     COMM_REGS: gl.constexpr,
     OTHER_REGS: gl.constexpr,
 ):
     TILES_N: gl.constexpr = HIDDEN // BLOCK_N
     dout_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_K], dout_desc.layout)
     w2_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_K, BLOCK_N], w2_desc.layout)
-    bufs = gl.allocate_shared_memory(gl.bfloat16, [2 * (BLOCK_N // PART_N) * 3, HALF_M, PART_N], gate_desc.layout)
-    stages, tiles = make_pipeline(STAGES, 2, 4)  # both consumers and the two warps that load
-    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+    bufs = allocate_activations(BLOCK_N, gate_desc)
+    g_bufs = allocate_products(BLOCK_N, gate_desc)
+    stages, tiles = make_pipeline(STAGES, 2, 5)  # both consumers, the epilogue, and the two warps that load
+    full, empty = make_half_barriers()
+    g_full, g_empty = make_half_barriers()
 
     operands = (dout_bufs, w2_bufs)
     descs = (dout_desc, half_dout_desc, w2_desc)
+    products = (g_bufs, g_full, g_empty)
     activations = (gate_desc, up_desc, bufs, full, empty)
     outputs = (dgate_desc, dup_desc, scaled_h_desc, bufs, full, empty)
     scores = (row_scores_R, dscore_parts_NR, num_rows)
@@ -430,13 +305,14 @@ def pull_gemm_backward_kernel(
     pulled = (sizes, tile_rows_M, tables, dout_addresses_P, dout_RD, row_scores_R, (), arrival_M, queue)
     planned = (sizes, expert_start_e1, tile_expert_M, tile_rows_M, arrival_M, queue)
     faults = (fault, rank, deadline_us)
-    consumer = (operands, outputs, stages, tiles)
+    consumer = (operands, products, stages, tiles)
     # Registers are granted per warpgroup, in this order: the producer's has a warp that does nothing.
     gl.warp_specialize(
         [
-            (_multiply, (0, consumer, scores, DIM, STAGES, BLOCK_N)),
-            (_multiply, (1, consumer, scores, DIM, STAGES, BLOCK_N)),
-            (load_operands, (descs, operands, stages, tiles, DIM, STAGES, BLOCK_N)),
+            (_multiply, (0, consumer, DIM, STAGES, BLOCK_N)),
+            (_multiply, (1, consumer, DIM, STAGES, BLOCK_N)),
+            (go_back_through_swiglu, (products, outputs, (), scores, tiles, BLOCK_N, False)),
+            (_load, (descs, operands, stages, tiles, DIM, STAGES, BLOCK_N)),
             (schedule_arrived_tiles, (planned, faults, tiles, EP_SIZE, TILES_N, _KERNEL)),
             (load_activations, (activations, tiles, BLOCK_N)),
             (idle, ()),
@@ -445,6 +321,6 @@ def pull_gemm_backward_kernel(
             (pull_rows, (COMM_WARPS > 2, pulled, DIM, TOP_K, TOKENS, COLUMNS, True, 0)),
             (pull_rows, (COMM_WARPS > 3, pulled, DIM, TOP_K, TOKENS, COLUMNS, True, 0)),
         ],
-        [4, 1, 1, 1, 1, 1, 1, 1, 1],
-        [CONSUMER_REGS] + [OTHER_REGS] * 4 + [COMM_REGS] * 4,
+        [4, 4, 1, 1, 1, 1, 1, 1, 1, 1],
+        [CONSUMER_REGS, EPILOGUE_REGS] + [OTHER_REGS] * 4 + [COMM_REGS] * 4,
     )

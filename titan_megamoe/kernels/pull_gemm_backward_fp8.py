@@ -4,27 +4,21 @@
 
 Rows and scales arrive as in ``pull_gemm_fp8``; the main loop is that of ``gemm_push_fp8``, with W2 transposed and its scales
 read in the other order. gate and up are in bf16. A tile is 128 columns, so that its dgate and dup are one block of each row:
-they are quantised from registers, to be multiplied by W1 and W3, and also written in bf16, for the weight gradients,
-which quantise along the other dimension.
-
-A tile's outputs in FP8 leave through the buffers of its scaled_h, once that has left them: this makes room for a stage.
+they are written in bf16, for the weight gradients (which quantise along the other dimension, if at all), and quantised, to be multiplied
+by W1 and W3.
 
 Shape suffixes are those of ``plan_tables.py``; here also b blocks of 128.
 """
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from .. import quantize
 from . import plan_tables
 from .common import (
-    async_store,
     BLOCK_M,
     check_sizes,
     check_tensor,
@@ -35,6 +29,7 @@ from .common import (
     grid_size,
     HALF_M,
     idle,
+    make_half_barriers,
     make_pipeline,
     receive_tile,
     skip_steps,
@@ -43,10 +38,17 @@ from .common import (
 )
 from .gemm_push_fp8 import load_blocks, multiply_blocks, product_descriptors
 from .plan_tables import Counters, KernelPlan
-from .pull import pull_rows, schedule_arrived_tiles
-from .pull_gemm_backward import activations_buffer, load_activations, PART_N, part_of, SCALED_H, write_part
-from .pull_gemm_fp8 import BLOCK, check_blocks, fp8_descriptor, quantize_block
-from .tuning import PullGemmTuning, tune_pull_gemm_backward_fp8
+from .pull import pull_constants, pull_rows, schedule_arrived_tiles
+from .pull_gemm_fp8 import BLOCK, check_blocks, fp8_descriptor
+from .swiglu_backward import (
+    allocate_activations,
+    allocate_products,
+    go_back_through_swiglu,
+    hand_over,
+    load_activations,
+    PART_N,
+)
+from .tuning import PullGemmBackwardTuning, tune_pull_gemm_backward_fp8
 
 
 def pull_gemm_backward_fp8(
@@ -74,7 +76,7 @@ def pull_gemm_backward_fp8(
     rank: int = 0,
     num_sms: int | None = None,
     deadline_seconds: float = DEFAULT_DEADLINE_SECONDS,
-    tuning: PullGemmTuning | None = None,
+    tuning: PullGemmBackwardTuning | None = None,
 ) -> None:
     """Launch the kernel on the current stream. All tensors are on one device, contiguous; R is a multiple of BLOCK_M.
 
@@ -93,8 +95,8 @@ def pull_gemm_backward_fp8(
         row_scores_R: fp32 ``[R]``, written: the score of each row. Padding rows are left alone.
         dgate_RF, dup_RF, scaled_h_RF: bf16 ``[R, F]``, written.
         dgate_fp8_RF, dup_fp8_RF: e4m3 ``[R, F]``, and
-        dgate_scales_bR, dup_scales_bR: fp32 ``[F / 128, R]``, written: the same dgate and dup, quantised before they are
-            rounded to bf16. Padding is as in bf16, without scales.
+        dgate_scales_bR, dup_scales_bR: fp32 ``[F / 128, R]``, written: the same dgate and dup, quantised from
+            what they are in bf16. Padding is as in bf16, without scales.
         dscore_parts_NR: fp32 ``[F / 128, R]``, written: parts of each row's score gradient, which is their sum over N.
             Padding rows are left alone.
         fault, rank, num_sms, deadline_seconds, tuning: as of ``pull_gemm``.
@@ -126,12 +128,7 @@ def pull_gemm_backward_fp8(
     if num_rows == 0:
         return
 
-    kernel, constants = pull_gemm_backward_fp8_kernel, pull_gemm_backward_fp8_constants
-    if tuning.is_split:
-        from . import pull_gemm_backward_split as split  # which shares functions with the kernel below
-
-        kernel, constants = split.pull_gemm_backward_split_fp8_kernel, partial(split.split_constants, is_fp8=True)
-    kernel[(grid_size(name, num_sms, dout_RD.device),)](
+    pull_gemm_backward_fp8_kernel[(grid_size(name, num_sms, dout_RD.device),)](
         *product_descriptors(dout_RD, dout_scales_bR, w2t_EFD),
         *(
             tile_descriptor(rows, HALF_M.value, PART_N.value)
@@ -161,35 +158,21 @@ def pull_gemm_backward_fp8(
         fault,
         rank,
         deadline_in_us(name, deadline_seconds),
-        **constants(tuning, dim=dim, hidden_dim=hidden_dim, top_k=top_k, ep_size=dout_addresses_P.numel()),
+        **pull_gemm_backward_fp8_constants(
+            tuning, dim=dim, hidden_dim=hidden_dim, top_k=top_k, ep_size=dout_addresses_P.numel()
+        ),
         num_warps=4,
     )
 
 
-def pull_gemm_backward_fp8_constants(
-    tuning: PullGemmTuning, *, dim: int, hidden_dim: int, top_k: int, ep_size: int
-) -> dict[str, int]:
-    """What the kernel is compiled for."""
-    consumer, comm, other = tuning.registers
-    return {
-        "DIM": dim,
-        "HIDDEN": hidden_dim,
-        "TOP_K": top_k,
-        "EP_SIZE": ep_size,
-        "STAGES": tuning.stages,
-        "COMM_WARPS": tuning.comm_warps,
-        "TOKENS": tuning.tokens,
-        "COLUMNS": tuning.columns,
-        "CONSUMER_REGS": consumer,
-        "COMM_REGS": comm,
-        "OTHER_REGS": other,
-    }
+def pull_gemm_backward_fp8_constants(tuning: PullGemmBackwardTuning, **sizes: int) -> dict[str, int]:
+    """What the kernel is compiled for. ``sizes``: as of ``pull_constants``."""
+    return {**pull_constants(tuning, **sizes), "EPILOGUE_REGS": tuning.epilogue_registers}
 
 
 # ---- the kernel
 
 _KERNEL = gl.constexpr(plan_tables.KERNEL_PULL_GEMM_BACKWARD)
-_PARTS = gl.constexpr(BLOCK.value // PART_N.value)
 
 
 @gluon.jit
@@ -210,49 +193,20 @@ def _load(descs, operands, stages, tiles, DIM: gl.constexpr, HIDDEN: gl.constexp
 
 
 @gluon.jit
-def _join(first, second, layout: gl.constexpr):
-    """``[HALF_M, BLOCK]`` of its parts: nothing moves."""
-    whole = gl.join(first, second).permute([0, 2, 1]).reshape([HALF_M, BLOCK])
-    return gl.convert_layout(whole, layout, assert_trivial=True)
-
-
-@gluon.jit
-def _write_fp8(x, desc, bufs, scales_bR, num_rows, row, n, is_row_r, HALF: gl.constexpr, PART: gl.constexpr):
-    """Quantise a tile's dgate or dup and write it, through the buffer that part PART of its scaled_h has left."""
-    values, scale_r = quantize_block(x)
-    row_r = row + gl.arange(0, HALF_M, layout=scale_r.type.layout)
-    buffer = activations_buffer(bufs, HALF, PART, SCALED_H, _PARTS)
-    buffer = buffer._reinterpret(gl.float8e4nv, [HALF_M, BLOCK], desc.layout)
-    buffer.store(values)
-    fence_async_shared()
-    async_store(desc, [row, n * BLOCK], buffer)
-    gl.store(scales_bR + n.to(gl.int64) * num_rows + row_r, scale_r, mask=is_row_r)
-
-
-@gluon.jit
 def _multiply(
     HALF: gl.constexpr,  # which half of each tile's rows
     consumer,
     w2_scales_Ebb,
-    scores,
     DIM: gl.constexpr,
     HIDDEN: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Consumer: g of 64 rows x 128 columns and what follows from it, tile after tile."""
-    operands, outputs, quantized, stages, tiles = consumer
-    _, _, _, bufs, full, empty = outputs
-    dgate_fp8_desc, dup_fp8_desc, dgate_scales_bR, dup_scales_bR = quantized
-    row_scores_R, dscore_parts_NR, num_rows = scores
+    """Consumer: g of 64 rows x 128 columns, tile after tile."""
+    operands, products, stages, tiles = consumer
     ring, ring_full, ring_empty = tiles
     NUM_STEPS: gl.constexpr = DIM // BLOCK
     TILES_N: gl.constexpr = HIDDEN // BLOCK
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 32])
-    part_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PART_N, 32]
-    )
-    part_row_r = HALF * HALF_M + gl.arange(0, HALF_M, layout=gl.SliceLayout(1, part_layout))
-    row_in_tile_r = HALF * HALF_M + gl.arange(0, HALF_M, layout=gl.SliceLayout(1, layout))
     step = 0
     count = 0
     num_done = 0  # tiles that had rows in this half
@@ -260,46 +214,19 @@ def _multiply(
     while tile >= 0:
         m, n, expert, rows = unpack_tile(tile)
         if rows > HALF * HALF_M:
-            if num_done > 0:
-                tma.store_wait(0)
-                mbarrier.arrive(empty.index(HALF), count=1)
             g = gl.zeros([HALF_M, BLOCK], gl.float32, layout)
             # The weights are transposed, but not their scales.
             w2_scales = w2_scales_Ebb + (expert * (NUM_STEPS * TILES_N) + n)
             w2_scale = gl.load(w2_scales)
             g, step = multiply_blocks(HALF, g, w2_scales, w2_scale, TILES_N, operands, stages, step, NUM_STEPS, STAGES)
             finish_tile(ring_empty, count)
-
-            is_row_r = part_row_r < rows
-            row_r = m * BLOCK_M + part_row_r
-            # Another SM wrote them during this kernel: not through this SM's own cache.
-            score_r = gl.load(row_scores_R + row_r, mask=is_row_r, other=0.0, cache_modifier=".cg")
-            mbarrier.wait(full.index(HALF), num_done & 1)
-            row = m * BLOCK_M + HALF * HALF_M
-            column = n * BLOCK
-            first_g = part_of(g, 0, BLOCK, part_layout)
-            second_g = part_of(g, 1, BLOCK, part_layout)
-            dscore_r, first_dgate, first_dup = write_part(
-                first_g, score_r, is_row_r, outputs, [row, column], HALF, 0, _PARTS
-            )
-            more_dscore_r, second_dgate, second_dup = write_part(
-                second_g, score_r, is_row_r, outputs, [row, column + PART_N], HALF, 1, _PARTS
-            )
-            gl.store(dscore_parts_NR + n.to(gl.int64) * num_rows + row_r, dscore_r + more_dscore_r, mask=is_row_r)
-
-            dgate = _join(first_dgate, second_dgate, layout)
-            dup = _join(first_dup, second_dup, layout)
-            is_row_r = row_in_tile_r < rows
-            tma.store_wait(2)  # all but the last part's dgate and dup have left their buffers
-            _write_fp8(dgate, dgate_fp8_desc, bufs, dgate_scales_bR, num_rows, row, n, is_row_r, HALF, 0)
-            _write_fp8(dup, dup_fp8_desc, bufs, dup_scales_bR, num_rows, row, n, is_row_r, HALF, 1)
+            hand_over(g, products, HALF, num_done, BLOCK, 32)
             num_done += 1
         else:
             step = skip_steps(stages, step, NUM_STEPS, STAGES)
             finish_tile(ring_empty, count)
         count += 1
         tile = receive_tile(ring, ring_full, count)
-    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["num_rows", "rank", "deadline_us"])
@@ -346,6 +273,7 @@ def pull_gemm_backward_fp8_kernel(
     TOKENS: gl.constexpr,
     COLUMNS: gl.constexpr,
     CONSUMER_REGS: gl.constexpr,
+    EPILOGUE_REGS: gl.constexpr,
     COMM_REGS: gl.constexpr,
     OTHER_REGS: gl.constexpr,
 ):
@@ -354,16 +282,15 @@ def pull_gemm_backward_fp8_kernel(
     dout_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_M, BLOCK], dout_desc.layout)
     scales_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], scales_desc.layout)
     w2t_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK, BLOCK], w2t_desc.layout)
-    bufs = gl.allocate_shared_memory(gl.bfloat16, [2 * _PARTS * 3, HALF_M, PART_N], gate_desc.layout)
-    stages, tiles = make_pipeline(STAGES, 2, 4)  # both consumers and the two warps that load
-    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+    bufs = allocate_activations(BLOCK, gate_desc)
+    g_bufs = allocate_products(BLOCK, gate_desc)
+    stages, tiles = make_pipeline(STAGES, 2, 5)  # both consumers, the epilogue, and the two warps that load
+    full, empty = make_half_barriers()
+    g_full, g_empty = make_half_barriers()
 
     operands = (dout_bufs, scales_bufs, w2t_bufs)
     descs = (dout_desc, half_dout_desc, scales_desc, w2t_desc)
+    products = (g_bufs, g_full, g_empty)
     activations = (gate_desc, up_desc, bufs, full, empty)
     outputs = (dgate_desc, dup_desc, scaled_h_desc, bufs, full, empty)
     quantized = (dgate_fp8_desc, dup_fp8_desc, dgate_scales_bR, dup_scales_bR)
@@ -374,12 +301,13 @@ def pull_gemm_backward_fp8_kernel(
     pulled = (sizes, tile_rows_M, tables, dout_addresses_P, dout_RD, row_scores_R, scales, arrival_M, queue)
     planned = (sizes, expert_start_e1, tile_expert_M, tile_rows_M, arrival_M, queue)
     faults = (fault, rank, deadline_us)
-    consumer = (operands, outputs, quantized, stages, tiles)
+    consumer = (operands, products, stages, tiles)
     # Registers are granted per warpgroup, in this order: the producer's has a warp that does nothing.
     gl.warp_specialize(
         [
-            (_multiply, (0, consumer, w2_scales_Ebb, scores, DIM, HIDDEN, STAGES)),
-            (_multiply, (1, consumer, w2_scales_Ebb, scores, DIM, HIDDEN, STAGES)),
+            (_multiply, (0, consumer, w2_scales_Ebb, DIM, HIDDEN, STAGES)),
+            (_multiply, (1, consumer, w2_scales_Ebb, DIM, HIDDEN, STAGES)),
+            (go_back_through_swiglu, (products, outputs, quantized, scores, tiles, BLOCK, True)),
             (_load, (descs, operands, stages, tiles, DIM, HIDDEN, STAGES)),
             (schedule_arrived_tiles, (planned, faults, tiles, EP_SIZE, TILES_N, _KERNEL)),
             (load_activations, (activations, tiles, BLOCK)),
@@ -389,6 +317,6 @@ def pull_gemm_backward_fp8_kernel(
             (pull_rows, (COMM_WARPS > 2, pulled, DIM // 2, TOP_K, TOKENS, COLUMNS, True, NUM_SCALES)),
             (pull_rows, (COMM_WARPS > 3, pulled, DIM // 2, TOP_K, TOKENS, COLUMNS, True, NUM_SCALES)),
         ],
-        [4, 1, 1, 1, 1, 1, 1, 1, 1],
-        [CONSUMER_REGS] + [OTHER_REGS] * 4 + [COMM_REGS] * 4,
+        [4, 4, 1, 1, 1, 1, 1, 1, 1, 1],
+        [CONSUMER_REGS, EPILOGUE_REGS] + [OTHER_REGS] * 4 + [COMM_REGS] * 4,
     )

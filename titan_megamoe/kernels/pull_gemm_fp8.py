@@ -51,7 +51,7 @@ from .common import (
     unpack_tile,
 )
 from .plan_tables import Counters, KernelPlan
-from .pull import pull_rows, schedule_arrived_tiles
+from .pull import pull_constants, pull_rows, schedule_arrived_tiles
 from .tuning import PullGemmTuning, tune_pull_gemm_fp8
 
 BLOCK = gl.constexpr(quantize.BLOCK)
@@ -191,25 +191,9 @@ def scales_layout() -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(0, 32, 2)
 
 
-def pull_gemm_fp8_constants(
-    tuning: PullGemmTuning, *, dim: int, hidden_dim: int, top_k: int, ep_size: int, saves_gate_up: bool
-) -> dict[str, int | bool]:
-    """What the kernel is compiled for."""
-    consumer, comm, other = tuning.registers
-    return {
-        "DIM": dim,
-        "HIDDEN": hidden_dim,
-        "TOP_K": top_k,
-        "EP_SIZE": ep_size,
-        "STAGES": tuning.stages,
-        "COMM_WARPS": tuning.comm_warps,
-        "TOKENS": tuning.tokens,
-        "COLUMNS": tuning.columns,
-        "CONSUMER_REGS": consumer,
-        "COMM_REGS": comm,
-        "OTHER_REGS": other,
-        "SAVE_GATE_UP": saves_gate_up,
-    }
+def pull_gemm_fp8_constants(tuning: PullGemmTuning, *, saves_gate_up: bool, **sizes: int) -> dict[str, int | bool]:
+    """What the kernel is compiled for. ``sizes``: as of ``pull_constants``."""
+    return {**pull_constants(tuning, **sizes), "SAVE_GATE_UP": saves_gate_up}
 
 
 # ---- the kernel

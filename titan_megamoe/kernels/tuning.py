@@ -29,13 +29,15 @@ class PullGemmTuning:
     registers: tuple[int, int, int] = (184, 96, 40)
     """Of a thread of the second consumer, of the communication warps, of producer and scheduler. Multiples of 8; the
     first consumer has what these leave of 512."""
-    consumer_registers: int | None = None
-    """Of a thread of the second consumer, in kernels that have a warpgroup for the epilogue: ``registers`` then begins with that."""
 
-    @property
-    def is_split(self) -> bool:
-        """Whether what follows the product has a warpgroup of its own."""
-        return self.consumer_registers is not None
+
+@dataclass(frozen=True, kw_only=True)
+class PullGemmBackwardTuning(PullGemmTuning):
+    """How ``pull_gemm_backward`` cuts its work. 640 threads begin with 96 registers each: the first consumer has what the
+    others leave of 480."""
+
+    epilogue_registers: int
+    """Of a thread of the warpgroup that goes back through SwiGLU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,34 +85,15 @@ def tune_pull_gemm(dim: int, hidden_dim: int) -> PullGemmTuning:
     )
 
 
-def tune_pull_gemm_backward(dim: int, hidden_dim: int) -> PullGemmTuning:
+def tune_pull_gemm_backward(dim: int, hidden_dim: int) -> PullGemmBackwardTuning:
     """As :func:`tune_pull_gemm`, whose rows of ``dout`` are as wide as those of ``x``."""
     block_n = _widest(PULL_GEMM_BACKWARD_STAGES, hidden_dim, "hidden_dim")
-    return PullGemmTuning(
+    return PullGemmBackwardTuning(
         block_n=block_n,
         stages=PULL_GEMM_BACKWARD_STAGES[block_n],
-        columns=min(2048, _next_power_of_2(dim)),
-    )
-
-
-def tune_pull_gemm_backward_split(dim: int, hidden_dim: int) -> PullGemmTuning:
-    """As :func:`tune_pull_gemm_backward`."""
-    block_n = _widest(PULL_GEMM_BACKWARD_STAGES, hidden_dim, "hidden_dim")
-    return PullGemmTuning(
-        block_n=block_n,
-        stages=PULL_GEMM_BACKWARD_STAGES[block_n],  # the buffers take as much as there
         columns=min(1024, _next_power_of_2(dim)),
-        registers=(96, 96, 40),
-        consumer_registers=120,  # 640 threads begin with 96 each: the first consumer gets 128
-    )
-
-
-def tune_pull_gemm_backward_split_fp8(dim: int) -> PullGemmTuning:
-    """As :func:`tune_pull_gemm_backward_fp8`."""
-    return replace(
-        tune_pull_gemm_backward_fp8(dim),
-        registers=(96, 48, 32),
-        consumer_registers=152,  # and the first consumer 152
+        registers=(120, 96, 40),
+        epilogue_registers=96,
     )
 
 
@@ -124,14 +107,15 @@ def tune_pull_gemm_fp8(dim: int) -> PullGemmTuning:
     )
 
 
-def tune_pull_gemm_backward_fp8(dim: int) -> PullGemmTuning:
+def tune_pull_gemm_backward_fp8(dim: int) -> PullGemmBackwardTuning:
     """For rows of ``dout`` of ``dim`` (D) columns. A stage holds 128 columns of 128 rows and of 128 rows of W2 transposed, in
     FP8, next to twelve buffers of 64 x 64 in bf16."""
-    return PullGemmTuning(
+    return PullGemmBackwardTuning(
         block_n=128,
         stages=4,
         columns=min(1024, _next_power_of_2(dim // 2)),  # of two bytes, as they are copied
-        registers=(216, 48, 32),  # a consumer has the product of a step beside g, then dgate and dup
+        registers=(152, 48, 32),  # a consumer has the product of a step beside g
+        epilogue_registers=96,
     )
 
 

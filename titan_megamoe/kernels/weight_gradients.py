@@ -51,6 +51,7 @@ from .common import (
     HALF_M,
     hand_out,
     idle,
+    make_half_barriers,
     make_pipeline,
     receive_tile,
     RING_SLOTS,
@@ -451,11 +452,7 @@ def weight_gradients_kernel(
     dw_buf = gl.allocate_shared_memory(gl.bfloat16, [HALF_M, BLOCK_N], dw1_desc.layout)
     first_rows = gl.allocate_shared_memory(gl.int32, [RING_SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     stages, tiles = make_pipeline(STAGES, 2, 4)  # both consumers, the producer and the store warp
-    dw_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(dw_full.index(i), count=1)
-        mbarrier.init(turns.index(i), count=1)
+    dw_full, turns = make_half_barriers()
 
     descs = (x_desc, dout_desc, dgate_desc, dup_desc, scaled_h_desc)
     operands = (left_bufs, right_bufs)

@@ -42,6 +42,7 @@ from .common import (
     grid_size,
     HALF_M,
     idle,
+    make_half_barriers,
     make_pipeline,
     receive_tile,
     RING_SLOTS,
@@ -331,11 +332,7 @@ def weight_gradients_fp8_kernel(
     dw_buf = gl.allocate_shared_memory(gl.bfloat16, [HALF_M, PART_N], dw1_desc.layout)
     first_rows = gl.allocate_shared_memory(gl.int32, [RING_SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     stages, tiles = make_pipeline(STAGES, 2, 4)  # both consumers, the producer and the store warp
-    dw_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(dw_full.index(i), count=1)
-        mbarrier.init(turns.index(i), count=1)
+    dw_full, turns = make_half_barriers()
 
     descs = (x_desc, dout_desc, dgate_desc, dup_desc, scaled_h_desc)
     scales_descs = (x_scales_desc, dout_scales_desc, dgate_scales_desc, dup_scales_desc, scaled_h_scales_desc)
