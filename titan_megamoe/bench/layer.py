@@ -1,7 +1,7 @@
 """Time one layer's routed experts: ``python -m titan_megamoe.bench.layer --shape qwen3-30b --tokens 16384``.
 
 Every implementation gets the same weights, tokens, scores and routing (``--workload``), and is timed with CUDA events, the median of
-``--repeats`` after ``--warmup``, one right after the other: then power limits the clock of an H200, as it does in training.
+``--repeats`` after ``--warmup``, one right after the other, as in training: then an H200 is slower, probably as its power limit lowers its clock.
 ``--pause_ms`` lets it idle before each of them. *Full layer* is what full activation checkpointing runs: a forward, the forward again as far
 as backward needs it, and the backward. For TorchTitan's modules that is all of the forward; mega_moe on kernels does without
 the second down projection and combine. The ceiling is a dense matrix product through cuBLAS of the size of the gate and up

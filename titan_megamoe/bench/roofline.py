@@ -56,13 +56,13 @@ class Gpu:
 HOPPER_RATES = dict(bf16_tflops=989, fp8_tflops=1979, link_gb_per_second=450, network_gb_per_second=50)
 
 MEASURED_ON_H200 = Rates(
-    bf16_tflops=790, fp8_tflops=1300, hbm_tb_per_second=4.3, link_gb_per_second=380, network_gb_per_second=40
+    bf16_tflops=790, fp8_tflops=1258, hbm_tb_per_second=4.3, link_gb_per_second=380, network_gb_per_second=40
 )
-"""bf16: dense products of random data through cuBLAS, about (docs/results has 700 to 821, by shape and clock). FP8: about what the
-fastest blockwise kernels measured reach (DeepGEMM 1258 to 1344, ours 948 to 1259). HBM: a copy, bytes read and written. NVLink (370
-to 400 is usual) and network were not measured: assumptions."""
+"""bf16: dense products of random data through cuBLAS, about (docs/results has 689 to 820, by shape and clock). FP8: what
+``pull_gemm_fp8`` reached (h200_kernels.json). HBM (of 4.8 by the data sheet), NVLink (370 to 400 is usual) and network are assumptions:
+no measurement of them is in docs/results."""
 
-UNMEASURED_LINKS = ("link_gb_per_second", "network_gb_per_second")
+UNMEASURED = ("hbm_tb_per_second", "link_gb_per_second", "network_gb_per_second")
 
 
 def _like_h200(nominal: Rates) -> Rates:
@@ -97,7 +97,7 @@ GPUS = {
             ranks_per_domain=8,
             nominal=_H200,
             achievable=MEASURED_ON_H200,
-            assumed=UNMEASURED_LINKS,
+            assumed=UNMEASURED,
             has_kernels=True,
             source="NVIDIA H200 data sheet, SXM (halved likewise), and one 400 Gb/s adapter for each GPU as in a DGX H200",
         ),

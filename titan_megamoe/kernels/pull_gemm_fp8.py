@@ -241,11 +241,13 @@ def _larger(a, b):
 def quantize_block(x):
     """``[rows, BLOCK]`` in fp32 as e4m3, and the rows' scales. A row with a NaN or an infinity is all NaN."""
     amax_r = _larger(gl.reduce(gl.abs(x), 1, _larger), _MIN_AMAX)
-    scaled = x * (_FP8_MAX / amax_r)[:, None]
+    largest_r = gl.zeros_like(amax_r) + _FP8_MAX
+    # Rounded as the reference's: values often lie in the middle between two of FP8, and `/` is an approximation.
+    scaled = x * gl.div_rn(largest_r, amax_r)[:, None]
     limit = gl.zeros_like(scaled) + _FP8_MAX
     # Rounding may leave the largest value just above 448; NaN must stay.
     scaled = gl.where(scaled > limit, limit, gl.where(scaled < -limit, -limit, scaled))
-    return scaled.to(gl.float8e4nv), amax_r / _FP8_MAX
+    return scaled.to(gl.float8e4nv), gl.div_rn(amax_r, largest_r)
 
 
 @gluon.jit
