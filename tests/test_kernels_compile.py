@@ -14,8 +14,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from tests.compiled import check_no_spills
-from titan_megamoe.kernels.gemm_push import gemm_push_constants, gemm_push_kernel
-from titan_megamoe.kernels.gemm_push_fp8 import gemm_push_fp8_constants, gemm_push_fp8_kernel
+from titan_megamoe.kernels.gemm_push import gemm_push_constants, gemm_push_kernel, push_constants
+from titan_megamoe.kernels.gemm_push_fp8 import gemm_push_fp8_kernel
 from titan_megamoe.kernels.pull_gemm import pull_gemm_constants, pull_gemm_kernel
 from titan_megamoe.kernels.pull_gemm_backward import pull_gemm_backward_constants, pull_gemm_backward_kernel
 from titan_megamoe.kernels.pull_gemm_backward_fp8 import (
@@ -233,7 +233,7 @@ def test_gemm_push_fp8(shape, is_backward):
         | dict(pull_source_U="i64", pull_scores_UK="fp32", b_scales_Ebb="fp32", next_b_scales_Ebb="fp32")
         | dict(y_RD="bf16", out_TD="bf16", slots_addresses_P="i64")
         | dict(dscore_parts_NR="fp32" if is_backward else "i32", score_outputs=score_outputs),
-        gemm_push_fp8_constants(
+        push_constants(
             tuning,
             dim=dim,
             hidden_dim=hidden_dim,

@@ -35,6 +35,7 @@ Shape suffixes are those of ``plan_tables.py``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from triton.experimental import gluon
@@ -113,14 +114,14 @@ def gemm_push(
     check_tensor("gemm_push", "h_RF", h_RF, (num_rows, hidden_dim), torch.bfloat16)
     check_tensor("gemm_push", "w2_EDF", w2_EDF, (num_experts, dim, hidden_dim), torch.bfloat16)
 
-    def descriptors(block_n: int) -> tuple:
+    def operands(block_n: int) -> tuple:
         rows = tile_descriptor(h_RF, BLOCK_M.value, BLOCK_K.value), tile_descriptor(h_RF, HALF_M.value, BLOCK_K.value)
-        operands = *rows, tile_descriptor(w2_EDF.view(-1, hidden_dim), block_n, BLOCK_K.value)
-        return *operands, *operands  # the second three are for backward
+        product = *rows, tile_descriptor(w2_EDF.view(-1, hidden_dim), block_n, BLOCK_K.value)
+        return *product, *product  # the second one is for backward
 
-    _launch(
+    _launch_bf16(
         "gemm_push",
-        descriptors,
+        operands,
         (num_rows, dim, hidden_dim, num_experts),
         plan,
         counters,
@@ -183,15 +184,8 @@ def gemm_push_backward(
         check_tensor(name, rows_name, rows, (num_rows, hidden_dim), torch.bfloat16)
     for weight_name, weight in (("w1_EFD", w1_EFD), ("w3_EFD", w3_EFD)):
         check_tensor(name, weight_name, weight, (num_experts, hidden_dim, dim), torch.bfloat16)
-    if (dx_TD is None) != (dscores_TK is None) or (slots_addresses_P is None) != (score_slots_addresses_P is None):
-        raise ValueError(
-            f"{name}: pass both dx_TD and dscores_TK, or both slots_addresses_P and score_slots_addresses_P."
-        )
-    check_tensor(name, "dscore_parts_NR", dscore_parts_NR, (dscore_parts_NR.shape[0], num_rows), torch.float32)
-    if dscores_TK is not None:
-        check_tensor(name, "dscores_TK", dscores_TK, (dx_TD.shape[0], plan.pull_rows_UK.shape[1]), torch.float32)
 
-    def descriptors(block_n: int) -> tuple:
+    def operands(block_n: int) -> tuple:
         return tuple(
             tile_descriptor(matrix, *tile)
             for rows, weight in ((dgate_RF, w1_EFD), (dup_RF, w3_EFD))
@@ -202,16 +196,18 @@ def gemm_push_backward(
             )
         )
 
-    _launch(
+    _launch_bf16(
         name,
-        descriptors,
+        operands,
         (num_rows, dim, hidden_dim, num_experts),
         plan,
         counters,
         y_RD=dx_RD,
         out_TD=dx_TD,
         slots_addresses_P=slots_addresses_P,
-        score_gradients=(dscore_parts_NR, dscores_TK if score_slots_addresses_P is None else score_slots_addresses_P),
+        score_gradients=ScoreGradients(
+            parts_NR=dscore_parts_NR, dscores_TK=dscores_TK, slots_addresses_P=score_slots_addresses_P
+        ),
         max_tokens=max_tokens,
         fault=fault,
         rank=rank,
@@ -221,17 +217,25 @@ def gemm_push_backward(
     )
 
 
-def _launch(
+def _launch_bf16(*args, **kwargs) -> None:
+    """As :func:`launch_push`."""
+    launch_push(*args, kernel=gemm_push_kernel, constants=gemm_push_constants, tune=tune_gemm_push, **kwargs)
+
+
+def launch_push(
     name: str,
-    descriptors: Callable[[int], tuple],
+    operands: Callable[[int], tuple],
     sizes: tuple[int, int, int, int],
     plan: KernelPlan,
     counters: Counters,
     *,
+    kernel: Callable,
+    constants: Callable[..., dict[str, int | bool]],
+    tune: Callable[..., GemmPushTuning],
     y_RD: torch.Tensor,  # noqa: N803
     out_TD: torch.Tensor | None,  # noqa: N803
     slots_addresses_P: torch.Tensor | None,  # noqa: N803
-    score_gradients: tuple[torch.Tensor, torch.Tensor] | None,
+    score_gradients: ScoreGradients | None,
     max_tokens: int,
     fault: torch.Tensor,
     rank: int,
@@ -239,8 +243,15 @@ def _launch(
     deadline_seconds: float,
     tuning: GemmPushTuning | None,
 ) -> None:
-    """``descriptors``: of the operands, given the columns of a tile. ``score_gradients``: in backward, the parts and where
-    their sums go."""
+    """Launch ``gemm_push`` or a relative: what they share, which is all but the operands.
+
+    Args:
+        name: for errors.
+        operands: the kernel's first arguments, given the columns of a tile.
+        sizes: rows, D, F, experts of this rank.
+        kernel, constants, tune: the kernel, what it is compiled for, and its table.
+        score_gradients: in backward.
+    """
     num_rows, dim, hidden_dim, num_experts = sizes
     top_k = plan.pull_rows_UK.shape[1]
     alone = slots_addresses_P is None
@@ -250,15 +261,18 @@ def _launch(
     check_sizes(name, num_rows, dim, hidden_dim, num_experts, top_k)
     if alone:
         check_tensor(name, "the output", out_TD, (out_TD.shape[0], dim), torch.bfloat16)
+    # Arguments that a variant does not use get some pointer.
+    parts_NR, score_outputs, score_parts = counters.queue, counters.queue, 0
+    if score_gradients is not None:
+        parts_NR, score_outputs = score_gradients.parts_NR, score_gradients.check(name, num_rows, top_k, out_TD)
+        score_parts = parts_NR.shape[0]
     if num_rows == 0:
         return
 
     ep_size = 1 if alone else slots_addresses_P.numel()
-    tuning = tuning or tune_gemm_push(dim, hidden_dim, top_k=top_k, ep_size=ep_size)
-    # Arguments that a variant does not use get some pointer.
-    parts_NR, score_outputs = score_gradients or (counters.queue, counters.queue)
-    gemm_push_kernel[(grid_size(name, num_sms, y_RD.device),)](
-        *descriptors(tuning.block_n),
+    tuning = tuning or tune(dim, hidden_dim, top_k=top_k, ep_size=ep_size)
+    kernel[(grid_size(name, num_sms, y_RD.device),)](
+        *operands(tuning.block_n),
         tile_descriptor(y_RD, HALF_M.value, tuning.block_n),
         plan.sizes,
         plan.expert_start_e1,
@@ -280,29 +294,47 @@ def _launch(
         fault,
         rank,
         deadline_in_us(name, deadline_seconds),
-        **gemm_push_constants(
-            tuning,
-            dim=dim,
-            hidden_dim=hidden_dim,
-            top_k=top_k,
-            ep_size=ep_size,
-            score_parts=parts_NR.shape[0] if score_gradients else 0,
-        ),
+        **constants(tuning, dim=dim, hidden_dim=hidden_dim, top_k=top_k, ep_size=ep_size, score_parts=score_parts),
         num_warps=4,
     )
 
 
-def gemm_push_constants(
+@dataclass(frozen=True, kw_only=True)
+class ScoreGradients:
+    """In backward: parts of each row's score gradient, and where their sums go: one of the two."""
+
+    parts_NR: torch.Tensor
+    dscores_TK: torch.Tensor | None
+    slots_addresses_P: torch.Tensor | None
+
+    def check(self, name: str, num_rows: int, top_k: int, dx_TD: torch.Tensor | None) -> torch.Tensor:  # noqa: N803
+        """Returns where the sums go. ``dx_TD``: as of ``gemm_push_backward``."""
+        if (dx_TD is None) != (self.dscores_TK is None) or (dx_TD is None) == (self.slots_addresses_P is None):
+            raise ValueError(
+                f"{name}: pass both dx_TD and dscores_TK, or both slots_addresses_P and score_slots_addresses_P."
+            )
+        check_tensor(name, "dscore_parts_NR", self.parts_NR, (self.parts_NR.shape[0], num_rows), torch.float32)
+        if self.dscores_TK is None:
+            return self.slots_addresses_P
+        check_tensor(name, "dscores_TK", self.dscores_TK, (dx_TD.shape[0], top_k), torch.float32)
+        return self.dscores_TK
+
+
+def gemm_push_constants(tuning: GemmPushTuning, **sizes: int) -> dict[str, int | bool]:
+    """What the kernel is compiled for. ``sizes``: as of ``push_constants``."""
+    return {**push_constants(tuning, **sizes), "BLOCK_N": tuning.block_n}
+
+
+def push_constants(
     tuning: GemmPushTuning, *, dim: int, hidden_dim: int, top_k: int, ep_size: int, score_parts: int
 ) -> dict[str, int | bool]:
-    """What the kernel is compiled for; ``score_parts`` is 0 in forward."""
+    """What both kernels are compiled for; ``score_parts`` is 0 in forward."""
     consumer, comm, other = tuning.registers
     return {
         "DIM": dim,
         "HIDDEN": hidden_dim,
         "TOP_K": top_k,
         "EP_SIZE": ep_size,
-        "BLOCK_N": tuning.block_n,
         "STAGES": tuning.stages,
         "FIRST_TILES": dim // tuning.block_n - tuning.last_tiles,
         "COMM_WARPS": tuning.comm_warps,

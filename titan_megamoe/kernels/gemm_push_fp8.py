@@ -19,8 +19,6 @@ Shape suffixes are those of ``plan_tables.py``; here also b blocks of 128.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -36,12 +34,9 @@ from .. import quantize
 from .common import (
     async_load,
     BLOCK_M,
-    check_sizes,
     check_tensor,
-    deadline_in_us,
     DEFAULT_DEADLINE_SECONDS,
     finish_tile,
-    grid_size,
     HALF_M,
     idle,
     load_tile_rows,
@@ -49,9 +44,9 @@ from .common import (
     make_pipeline,
     receive_tile,
     skip_steps,
-    tile_descriptor,
     unpack_tile,
 )
+from .gemm_push import launch_push, push_constants, ScoreGradients
 from .plan_tables import Counters, KernelPlan
 from .pull_gemm_fp8 import BLOCK, check_blocks, fp8_descriptor, scales_layout
 from .send import await_turn, schedule_passes, send_tokens, send_tokens_if, store_tiles
@@ -98,12 +93,12 @@ def gemm_push_fp8(
     check_tensor(name, "w2_EDF", w2_EDF, (num_experts, dim, hidden_dim), quantize.FP8)
     check_tensor(name, "w2_scales_Ebb", w2_scales_Ebb, (num_experts, blocks_d, blocks_f), torch.float32)
 
-    def operands() -> tuple:
+    def operands(_: int) -> tuple:
         descriptors = product_descriptors(h_RF, h_scales_bR, w2_EDF)
         # Those of the second product are for backward.
         return *descriptors, *descriptors, w2_scales_Ebb, w2_scales_Ebb
 
-    _launch(
+    _launch_fp8(
         name,
         operands,
         (num_rows, dim, hidden_dim, num_experts),
@@ -172,15 +167,8 @@ def gemm_push_backward_fp8(
     for weight_name, weight, scales in (("w1", w1t_EDF, w1_scales_Ebb), ("w3", w3t_EDF, w3_scales_Ebb)):
         check_tensor(name, f"{weight_name}t_EDF", weight, (num_experts, dim, hidden_dim), quantize.FP8)
         check_tensor(name, f"{weight_name}_scales_Ebb", scales, (num_experts, blocks_f, blocks_d), torch.float32)
-    if (dx_TD is None) != (dscores_TK is None) or (slots_addresses_P is None) != (score_slots_addresses_P is None):
-        raise ValueError(
-            f"{name}: pass both dx_TD and dscores_TK, or both slots_addresses_P and score_slots_addresses_P."
-        )
-    check_tensor(name, "dscore_parts_NR", dscore_parts_NR, (dscore_parts_NR.shape[0], num_rows), torch.float32)
-    if dscores_TK is not None:
-        check_tensor(name, "dscores_TK", dscores_TK, (dx_TD.shape[0], plan.pull_rows_UK.shape[1]), torch.float32)
 
-    def operands() -> tuple:
+    def operands(_: int) -> tuple:
         return (
             *product_descriptors(dgate_RF, dgate_scales_bR, w1t_EDF),
             *product_descriptors(dup_RF, dup_scales_bR, w3t_EDF),
@@ -188,7 +176,7 @@ def gemm_push_backward_fp8(
             w3_scales_Ebb,
         )
 
-    _launch(
+    _launch_fp8(
         name,
         operands,
         (num_rows, dim, hidden_dim, num_experts),
@@ -197,7 +185,9 @@ def gemm_push_backward_fp8(
         y_RD=dx_RD,
         out_TD=dx_TD,
         slots_addresses_P=slots_addresses_P,
-        score_gradients=(dscore_parts_NR, dscores_TK if score_slots_addresses_P is None else score_slots_addresses_P),
+        score_gradients=ScoreGradients(
+            parts_NR=dscore_parts_NR, dscores_TK=dscores_TK, slots_addresses_P=score_slots_addresses_P
+        ),
         max_tokens=max_tokens,
         fault=fault,
         rank=rank,
@@ -217,99 +207,10 @@ def product_descriptors(rows_RI: torch.Tensor, scales_bR: torch.Tensor, weights_
     )
 
 
-def _launch(
-    name: str,
-    operands: Callable[[], tuple],
-    sizes: tuple[int, int, int, int],
-    plan: KernelPlan,
-    counters: Counters,
-    *,
-    y_RD: torch.Tensor,  # noqa: N803
-    out_TD: torch.Tensor | None,  # noqa: N803
-    slots_addresses_P: torch.Tensor | None,  # noqa: N803
-    score_gradients: tuple[torch.Tensor, torch.Tensor] | None,
-    max_tokens: int,
-    fault: torch.Tensor,
-    rank: int,
-    num_sms: int | None,
-    deadline_seconds: float,
-    tuning: GemmPushTuning | None,
-) -> None:
-    """``operands``: descriptors of both products', then the scales of both's weights. ``score_gradients``: in backward, the
-    parts and where their sums go."""
-    num_rows, dim, hidden_dim, num_experts = sizes
-    top_k = plan.pull_rows_UK.shape[1]
-    alone = slots_addresses_P is None
-    if (out_TD is None) == alone:
-        raise ValueError(f"{name}: pass the output (with one rank) or the addresses of slots (with several).")
-    check_tensor(name, "the rows' result", y_RD, (num_rows, dim), torch.bfloat16)
-    check_sizes(name, num_rows, dim, hidden_dim, num_experts, top_k)
-    if alone:
-        check_tensor(name, "the output", out_TD, (out_TD.shape[0], dim), torch.bfloat16)
-    if num_rows == 0:
-        return
-
-    ep_size = 1 if alone else slots_addresses_P.numel()
-    tuning = tuning or tune_gemm_push_fp8(dim, hidden_dim, top_k=top_k, ep_size=ep_size)
-    # Arguments that a variant does not use get some pointer.
-    parts_NR, score_outputs = score_gradients or (counters.queue, counters.queue)
-    gemm_push_fp8_kernel[(grid_size(name, num_sms, y_RD.device),)](
-        *operands(),
-        tile_descriptor(y_RD, HALF_M.value, BLOCK.value),
-        plan.sizes,
-        plan.expert_start_e1,
-        plan.tile_expert_M,
-        plan.tile_rows_M,
-        plan.send_order_U,
-        plan.pull_source_U,
-        plan.pull_rows_UK,
-        plan.pull_scores_UK,
-        y_RD,
-        counters.done_M,
-        out_TD if alone else y_RD,
-        counters.queue if alone else slots_addresses_P,
-        max_tokens,
-        parts_NR,
-        num_rows,
-        score_outputs,
-        counters.queue,
-        fault,
-        rank,
-        deadline_in_us(name, deadline_seconds),
-        **gemm_push_fp8_constants(
-            tuning,
-            dim=dim,
-            hidden_dim=hidden_dim,
-            top_k=top_k,
-            ep_size=ep_size,
-            score_parts=parts_NR.shape[0] if score_gradients else 0,
-        ),
-        num_warps=4,
-    )
-
-
-def gemm_push_fp8_constants(
-    tuning: GemmPushTuning, *, dim: int, hidden_dim: int, top_k: int, ep_size: int, score_parts: int
-) -> dict[str, int | bool]:
-    """What the kernel is compiled for; ``score_parts`` is 0 in forward."""
-    consumer, comm, other = tuning.registers
-    return {
-        "DIM": dim,
-        "HIDDEN": hidden_dim,
-        "TOP_K": top_k,
-        "EP_SIZE": ep_size,
-        "STAGES": tuning.stages,
-        "FIRST_TILES": dim // tuning.block_n - tuning.last_tiles,
-        "COMM_WARPS": tuning.comm_warps,
-        "WARP_TOKENS": tuning.tokens,
-        "ROUTES": tuning.routes,
-        "COLUMNS": tuning.columns,
-        "CONSUMER_REGS": consumer,
-        "COMM_REGS": comm,
-        "OTHER_REGS": other,
-        "BACKWARD": score_parts > 0,
-        "SCORE_PARTS": score_parts,
-    }
+def _launch_fp8(*args, **kwargs) -> None:
+    """As ``launch_push``. Its ``operands`` are descriptors of both products', then the scales of both's weights."""
+    kernel = gemm_push_fp8_kernel
+    launch_push(*args, kernel=kernel, constants=push_constants, tune=tune_gemm_push_fp8, **kwargs)
 
 
 # ---- the kernel
