@@ -88,6 +88,20 @@ def test_losses_agree(losses, agrees):
     assert "NO" in compare_report.render_markdown(comparison, []) or agrees
 
 
+def test_a_baseline_that_does_not_repeat_itself_is_named():
+    drifted = [*LOSSES[:2], *(1.2 * loss for loss in LOSSES[2:])]
+    outcomes = {("a", 0): made_up_run(1.0, LOSSES), ("a", 1): made_up_run(1.0, drifted)}
+    comparison = comparison_of(outcomes | {("b", r): made_up_run(1.0, LOSSES) for r in range(2)})
+    baseline, row = comparison.rows
+    assert baseline.own_loss_difference == pytest.approx(0.2) and not baseline.repeats_itself
+    assert row.own_loss_difference == 0 and row.repeats_itself and not row.agrees and not comparison.losses_agree
+    assert "The runs of a itself are 20.00% apart" in compare_report.verdict(comparison)[1]
+    report = compare_report.render_markdown(comparison, [])
+    assert "| 2.0e-01 apart |" in report and "| equal |" in report
+    steady = comparison_of({(spec, r): made_up_run(1.0, LOSSES) for spec in "ab" for r in range(2)})
+    assert len(compare_report.verdict(steady)) == 1
+
+
 def test_what_did_not_run_is_a_row_with_the_reason(capsys):
     refused = Refused(reason="it needs | a GPU", crashed=False, log="log.txt")
     comparison = comparison_of({("deepep", 0): refused, ("a", 0): made_up_run(1.0, LOSSES)})

@@ -66,7 +66,7 @@ def _quantize(x: torch.Tensor, block: tuple[int, int]) -> Blocks:
     amax = _block_amax(x.abs(), block).clamp(min=MIN_AMAX)  # clamp and amax keep NaN
     largest = torch.full_like(
         amax, FP8_MAX
-    )  # a tensor: dividing by (or into) a number, PyTorch multiplies by a reciprocal
+    )  # with a number, PyTorch would multiply by a reciprocal instead of dividing
     inverse = _spread(largest / amax, block, x.shape)
     values = (x * inverse).clamp(-FP8_MAX, FP8_MAX).to(FP8)
     return Blocks(values=values, scales=amax / largest, block=block)

@@ -23,9 +23,8 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-import tomli
-
-from .compare_report import Comparison, Finished, Refused, render_markdown, render_terminal, to_json, write_plots
+from .compare_report import Comparison, Finished, Refused, render_markdown, render_terminal, write_plots
+from .configuration import check_is_file, load_configuration
 from ..config.sections import PRECISION_NAMES, STRATEGY_NAMES
 
 TAKES_OVERRIDES = True
@@ -75,8 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     specs = parse_strategies(arguments.strategies)
     if arguments.repeats < 1:
         raise ValueError(f"--repeats {arguments.repeats}: pass at least 1.")
-    if not arguments.config.is_file():
-        raise ValueError(f"--config {arguments.config}: there is no such file.")
+    check_is_file(arguments.config)
     out = (arguments.out or Path("outputs/compare") / arguments.config.stem).absolute()
     runner = Runner(arguments, out=out, last_step=last_step)
     settings = runner.settings(specs)
@@ -91,13 +89,13 @@ def run(arguments: argparse.Namespace) -> int:
             for spec in specs:
                 if not isinstance(comparison.outcomes.get((spec, 0)), Refused):  # it would be refused again
                     comparison.outcomes[spec, repeat] = runner.train(spec, repeat)
-                    comparison.write_partial(out / "report.json")
+                    comparison.write_json(out / "report.json")
     except KeyboardInterrupt:
         comparison.interrupted = True
         print(
             "\ntitan-megamoe compare: interrupted. The report has what was finished; --resume goes on.", file=sys.stderr
         )
-    (out / "report.json").write_text(json.dumps(to_json(comparison), indent=1) + "\n")
+    comparison.write_json(out / "report.json")
     plots = write_plots(comparison, out)
     (out / "report.md").write_text(render_markdown(comparison, plots))
     render_terminal(comparison)
@@ -188,15 +186,10 @@ class Runner:
             return self.arguments.nproc
         import torch  # only now: --help should not wait for it
 
-        return torch.cuda.device_count() or self._expert_parallel_degree()
-
-    def _expert_parallel_degree(self) -> int:
-        name = "parallelism.expert_parallel_degree"
-        overrides = self.arguments.overrides
-        if f"--{name}" in overrides[:-1]:
-            return int(overrides[overrides.index(f"--{name}") + 1])
-        parallelism = tomli.loads(self.arguments.config.read_text()).get("parallelism", {})
-        return parallelism.get("expert_parallel_degree", 1)
+        if torch.cuda.device_count():
+            return torch.cuda.device_count()
+        config = load_configuration(self.arguments.config, self.arguments.overrides)
+        return config.parallelism.expert_parallel_degree
 
     @property
     def _seed_folder(self) -> Path:

@@ -5,11 +5,13 @@ bootstrap over both: runs are drawn with replacement, then measured steps within
 of the ratios is the 95% interval. With few runs, or with runs that differ from one start to the next, it is wide, as it should be.
 
 Losses agree if the first step's are equal to FIRST_LOSS_TOLERANCE (all strategies start from the same weights and tokens, so
-only rounding differs) and the means over the measured steps to the tolerance that was asked for.
+only rounding differs) and the means over the measured steps to the tolerance that was asked for. Where the baseline's own runs are
+further apart than that, so that no strategy could pass, the report says so.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import statistics
@@ -84,6 +86,8 @@ class Row:
     agrees: bool
     repeats_itself: bool
     """Whether its runs' losses are equal in every bit."""
+    own_loss_difference: float
+    """Largest relative difference between the mean losses of two of its runs."""
     breakdown: dict[str, float]
 
 
@@ -132,8 +136,10 @@ class Comparison:
         mfu = [value for run in runs for value in self._measured(run, MFU)]
         theirs, ours = baseline[0], runs[0]
         first = _difference(ours.steps["1"][LOSS], theirs.steps["1"][LOSS])
-        means = [statistics.mean(v for r in group for v in self._measured(r, LOSS)) for group in (runs, baseline)]
-        mean = _difference(*means)
+        own_means, their_means = (
+            [statistics.mean(self._measured(run, LOSS)) for run in group] for group in (runs, baseline)
+        )
+        mean = _difference(statistics.mean(own_means), statistics.mean(their_means))
         return Row(
             spec=spec,
             runs=len(runs),
@@ -150,25 +156,34 @@ class Comparison:
             worst_grad_norm_difference=_worst(ours, theirs, GRAD_NORM),
             agrees=first <= FIRST_LOSS_TOLERANCE and mean <= self.tolerance,
             repeats_itself=all(_curve(run, LOSS) == _curve(ours, LOSS) for run in runs),
+            own_loss_difference=max(_difference(a, b) for a in own_means for b in own_means),
             breakdown={
                 part: statistics.mean(run.breakdown.get(part, 0.0) for run in runs)
                 for part in dict.fromkeys(part for run in runs for part in run.breakdown)
             },
         )
 
-    def write_partial(self, path: Path) -> None:
+    def write_json(self, path: Path) -> None:
         path.write_text(json.dumps(to_json(self), indent=1) + "\n")
 
 
 def speed_ratio(baseline: list[list[float]], ours: list[list[float]]) -> Interval:
     """Mean of the baseline's step times over that of ours, each given run by run."""
+    return _speed_ratio(tuple(map(tuple, baseline)), tuple(map(tuple, ours)))
+
+
+Runs = tuple[tuple[float, ...], ...]
+
+
+@functools.cache  # each part of the report asks for it again
+def _speed_ratio(baseline: Runs, ours: Runs) -> Interval:
     generator = random.Random(0)
 
-    def resampled_mean(runs: list[list[float]]) -> float:
+    def resampled_mean(runs: Runs) -> float:
         drawn = [generator.choices(run, k=len(run)) for run in generator.choices(runs, k=len(runs))]
         return statistics.fmean(seconds for run in drawn for seconds in run)
 
-    def mean(runs: list[list[float]]) -> float:
+    def mean(runs: Runs) -> float:
         return statistics.fmean(seconds for run in runs for seconds in run)
 
     ratios = sorted(resampled_mean(baseline) / resampled_mean(ours) for _ in range(BOOTSTRAP_DRAWS))
@@ -212,6 +227,12 @@ def verdict(comparison: Comparison) -> list[str]:
             )
         losses = "losses agree" if row.agrees else "LOSSES DO NOT AGREE"
         sentences.append(f"{row.spec} {answer}; {losses} (mean {row.mean_loss_difference:.2%} apart).")
+    unsteady = rows[0].own_loss_difference > comparison.tolerance
+    if unsteady and not comparison.losses_agree:
+        sentences.append(
+            f"The runs of {comparison.baseline} itself are {rows[0].own_loss_difference:.2%} apart in their mean loss, so these losses "
+            "say little about strategies: train with a lower optimizer.lr or more lr_scheduler.warmup_steps, or measure other --steps."
+        )
     if len(rows) == 1:
         sentences.append(f"Only {rows[0].spec} ran: there is nothing to compare it with.")
     return sentences
@@ -235,7 +256,9 @@ LOSS_COLUMNS: Columns = {
     "worst step": lambda r: f"{r.worst_loss_difference:.1e}",
     "grad norm, worst step": lambda r: f"{r.worst_grad_norm_difference:.1e}",
     "agrees": lambda r: "yes" if r.agrees else "NO",
-    "own runs equal": lambda r: "" if r.runs == 1 else ("yes" if r.repeats_itself else "no"),
+    "its own runs": lambda r: (
+        "" if r.runs == 1 else ("equal" if r.repeats_itself else f"{r.own_loss_difference:.1e} apart")
+    ),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from types import ModuleType
 
 COMMANDS = {
     "compare": "train one configuration with several strategies: which is faster, by how much, and do the losses agree",
@@ -13,8 +14,12 @@ COMMANDS = {
 }
 
 
+def find_module(command: str) -> ModuleType:
+    return importlib.import_module(f".{command}", __package__)
+
+
 def make_parser(command: str) -> argparse.ArgumentParser:
-    module = importlib.import_module(f".{command}", __package__)
+    module = find_module(command)
     parser = argparse.ArgumentParser(
         prog=f"titan-megamoe {command}",
         description=module.__doc__,
@@ -37,8 +42,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"\ntitan-megamoe: '{argv[0]}' is not one of: {', '.join(COMMANDS)}.", file=sys.stderr)
         return 0 if asked else 2
     command, *rest = argv
-    module = importlib.import_module(f".{command}", __package__)
-    parser = make_parser(command)
+    module, parser = find_module(command), make_parser(command)
     arguments, overrides = parser.parse_known_args(rest)
     if getattr(module, "TAKES_OVERRIDES", False):
         arguments.overrides = [word for word in overrides if word != "--"]

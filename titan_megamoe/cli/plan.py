@@ -16,6 +16,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from .configuration import load_configuration
 from ..bench import roofline
 from ..bench.roofline import Gpu, GPUS, Load, PRECISIONS
 
@@ -276,7 +277,7 @@ def run(arguments: argparse.Namespace) -> int:
     domain = gpu.ranks_per_domain if arguments.domain is None else arguments.domain
     if domain < 1:
         raise ValueError(f"--domain {domain}: pass how many ranks NVLink joins, at least 1.")
-    config = _load(arguments.config, arguments.overrides)
+    config = load_configuration(arguments.config, arguments.overrides)
     from ..integration.model import model_size
 
     size, parallelism = model_size(config.model_spec), config.parallelism
@@ -371,22 +372,6 @@ def _assumptions(config, gpu: Gpu) -> list[str]:
     if not gpu.has_kernels:
         found.append(f"mega_moe has no fused kernels for {gpu.name}: times say what the hardware would allow.")
     return found
-
-
-def _load(path: Path, overrides: list[str]):
-    """The resolved configuration, whatever machine it is for."""
-    if not path.is_file():
-        raise ValueError(f"--config {path}: there is no such file.")
-    from ..integration import compat
-
-    compat.install()  # before anything imports TorchTitan
-    from ..config import loader
-    from ..config.errors import ConfigError
-
-    try:
-        return loader.load_for_anywhere(["--config", str(path), *overrides])
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
 
 
 def _degrees(given: str | None, configured: int, num_experts: int) -> list[int]:

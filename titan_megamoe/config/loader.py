@@ -43,25 +43,27 @@ def load(argv: list[str] | None = None) -> MegaMoETrainer.Config:
     Raises:
         ConfigError: anything wrong with the file, an option, or their combination.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
-    file, print_only, *_ = _split_arguments(list(argv))
-    config = load_for_anywhere(argv)
-    if not print_only:
-        with _named(file):
-            check_machine(config, world_size=int(os.environ.get("WORLD_SIZE", 1)))
+    config, file, print_only = _load(sys.argv[1:] if argv is None else argv)
     if print_only:
         print(to_toml(config))
         sys.exit(0)
+    with _named(file):
+        check_machine(config, world_size=int(os.environ.get("WORLD_SIZE", 1)))
     return config
 
 
 def load_for_anywhere(argv: list[str]) -> MegaMoETrainer.Config:
     """As :func:`load`, for whatever machine: what this one can run is not asked."""
-    file, _, options, rest = _split_arguments(list(argv))
+    return _load(argv)[0]
+
+
+def _load(argv: list[str]) -> tuple[MegaMoETrainer.Config, str | None, bool]:
+    """The resolved configuration, its file, and whether it was asked to be printed."""
+    file, print_only, options, rest = _split_arguments(list(argv))
     config = _apply_tyro(_apply(file, options), rest)
     with _named(file):
         resolve(config)
-    return config
+    return config, file, print_only
 
 
 @contextlib.contextmanager
