@@ -23,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -321,16 +320,13 @@ def main() -> None:
     if arguments.folder is not None and arguments.folder.exists() and any(arguments.folder.iterdir()):
         parser.error(f"--folder {arguments.folder} is not empty: a run would resume what is there")
     from .environment import describe_environment
-    from .one_gpu import concurrent_kernels
 
     plan = Plan(
         overrides=overrides,
         **{n: getattr(arguments, n) for n in ("config", "steps", "interval", "kills", "seed", "nproc", "one_gpu")},
     )
-    with (
-        tempfile.TemporaryDirectory() as temporary,
-        concurrent_kernels(temporary) if plan.one_gpu else nullcontext(),
-    ):
+    # On one GPU without the multi-process service, which would lose the other ranks, too, when one is killed.
+    with tempfile.TemporaryDirectory() as temporary:
         result = soak(plan, arguments.folder or Path(temporary) / "soak")
     document = {
         "command": " ".join(["python -m titan_megamoe.bench.soak", *sys.argv[1:]]),
