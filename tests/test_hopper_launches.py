@@ -213,7 +213,7 @@ def test_a_weight_cache_quantises_once(launches):
 
 def rehearse(workspace, inputs, *, keep: bool, numerics: Numerics) -> None:
     _, ids_TK, scores_TK, *weights = inputs
-    link = SimpleNamespace(group="the group")
+    link = SimpleNamespace(group="the group", size=2)
     options = dict(workspace=workspace, keep_activations=keep, numerics=numerics, link=link)
     hopper.rehearse(ids_TK.dtype, scores_TK.dtype, *weights, **options)
 

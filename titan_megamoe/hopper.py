@@ -25,6 +25,7 @@ from .reference import Gradients, Link
 from .weight_cache import NO_CACHE
 
 _REHEARSED_TOKENS = 128
+"""Of a rehearsal: a tile of rows."""
 
 _max_tokens: dict[tuple, int] = {}
 """Tokens that the workspace of a (group, layer shape) was made for."""
@@ -109,7 +110,7 @@ def rehearse(
     compiled follows from what is launched, so a forward and backward of a few zeros are run, on this rank alone
     (``SymmetricWorkspace.rehearsal``), and then the host waits for all ranks. With one rank there is nobody to hold up.
     """
-    if link.group is None or torch.cuda.is_current_stream_capturing():
+    if link.size == 1 or torch.cuda.is_current_stream_capturing():
         return
     key = (numerics.precision, numerics.wgrad, keep_activations, ids_dtype, scores_dtype)
     if key in workspace.rehearsed:
@@ -321,11 +322,8 @@ def _allocate(num_bytes: int, what: str, workspace, num_rows: int | None = None)
     except torch.OutOfMemoryError as error:
         workspace.stop()
         shape = workspace.shape
-        rows = (
-            ""
-            if num_rows is None
-            else f", {num_rows} rows where an even routing gives {shape.max_tokens * shape.top_k}"
-        )
+        even = shape.max_tokens * shape.top_k
+        rows = "" if num_rows is None else f", {num_rows} rows where an even routing gives {even}"
         raise torch.OutOfMemoryError(
             f"mega_moe: rank {workspace.rank}: no memory for {what}: {in_units(num_bytes)} ({num_bytes} bytes{rows}). "
             "activation_checkpoint.mode = 'full' and model.moe.dispatch.saved = 'inputs' keep less, a smaller "

@@ -78,6 +78,8 @@ class Link:
     def _naming(self, stage: str, item: str) -> Iterator[None]:
         try:
             yield
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:  # gloo's and NCCL's errors
             raise PeerLost(
                 f"mega_moe: rank {self.rank} of {self.size}: {stage} in {self.direction}: the {item} did not complete: "
