@@ -14,6 +14,7 @@ Exits with 1 if a loss differs by more than ``--tolerance``, a kill did not end 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -88,7 +90,8 @@ def soak(plan: Plan, folder: Path) -> dict:
 
 
 def _train_to_the_end(plan: Plan, folder: Path) -> None:
-    code = _start(plan, folder).wait()
+    with _training(plan, folder) as process:
+        code = process.wait()
     if code != 0:
         raise RuntimeError(f"the training in {folder} ended with code {code}; see {folder / 'log.txt'}")
 
@@ -109,43 +112,44 @@ def _train_with_kills(plan: Plan, folder: Path) -> list[Kill]:
 
 def _kill_once(plan: Plan, folder: Path, rank: int, steps: int, delay: float, *, in_checkpoint: bool) -> Kill | None:
     """Train for ``steps`` steps, until the next checkpoint is being written if ``in_checkpoint``, and ``delay`` seconds; then kill."""
-    process = _start(plan, folder)
-    first, last = None, 0
-    while process.poll() is None:
-        time.sleep(0.005)
-        record = _last_record(folder, rank)
-        if record is None or record["launcher"] != process.pid:
-            continue  # of an earlier start
-        last = record["step"]
-        first = last if first is None else first
-        checkpoint = folder / "checkpoint" / f"step-{last}"
-        is_writing = last % plan.interval == 0 and checkpoint.is_dir() and not (checkpoint / ".metadata").exists()
-        if last >= first + steps and (is_writing or not in_checkpoint):
-            break
-    else:
-        if process.returncode != 0:
-            raise RuntimeError(f"the training in {folder} ended with {process.returncode}; see {folder / 'log.txt'}")
-        return None
-    time.sleep(delay)
-    pids = [read_records(folder, r)[-1]["pid"] for r in range(plan.nproc)]
-    os.kill(pids[rank], signal.SIGKILL)
-    started = time.monotonic()
-    try:
-        code = process.wait(END_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise RuntimeError(f"{END_SECONDS} s after rank {rank} was killed, its launcher had not ended") from None
-    seconds = time.monotonic() - started
-    outlived = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-    if outlived:
-        raise RuntimeError(f"ranks outlived their launcher: process ids {outlived}")
-    return Kill(
-        rank=rank,
-        after_step=last,
-        seconds_to_end=seconds,
-        exit_code=code,
-        incomplete_checkpoints=_incomplete(folder / "checkpoint"),
-    )
+    with _training(plan, folder) as process:
+        first, last = None, 0
+        while process.poll() is None:
+            time.sleep(0.005)
+            record = _last_record(folder, rank)
+            if record is None or record["launcher"] != process.pid:
+                continue  # of an earlier start
+            last = record["step"]
+            first = last if first is None else first
+            checkpoint = folder / "checkpoint" / f"step-{last}"
+            is_writing = last % plan.interval == 0 and checkpoint.is_dir() and not (checkpoint / ".metadata").exists()
+            if last >= first + steps and (is_writing or not in_checkpoint):
+                break
+        else:
+            if process.returncode != 0:
+                raise RuntimeError(
+                    f"the training in {folder} ended with {process.returncode}; see {folder / 'log.txt'}"
+                )
+            return None
+        time.sleep(delay)
+        pids = [read_records(folder, r)[-1]["pid"] for r in range(plan.nproc)]
+        os.kill(pids[rank], signal.SIGKILL)
+        started = time.monotonic()
+        try:
+            code = process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"{END_SECONDS} s after rank {rank} was killed, its launcher had not ended") from None
+        seconds = time.monotonic() - started
+        outlived = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+        if outlived:
+            raise RuntimeError(f"ranks outlived their launcher: process ids {outlived}")
+        return Kill(
+            rank=rank,
+            after_step=last,
+            seconds_to_end=seconds,
+            exit_code=code,
+            incomplete_checkpoints=_incomplete(folder / "checkpoint"),
+        )
 
 
 def _incomplete(checkpoints: Path) -> list[str]:
@@ -155,7 +159,9 @@ def _incomplete(checkpoints: Path) -> list[str]:
     return [f"{name}: {missing}" for name, missing in found.items() if missing]
 
 
-def _start(plan: Plan, folder: Path) -> subprocess.Popen:
+@contextlib.contextmanager
+def _training(plan: Plan, folder: Path) -> Iterator[subprocess.Popen]:
+    """torchrun of a training in ``folder``, which is ended with its ranks if it still runs when this is left."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={plan.nproc}"]
     command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "-m", __spec__.name, "--rank_of", str(folder)]
@@ -170,9 +176,15 @@ def _start(plan: Plan, folder: Path) -> subprocess.Popen:
     command += ["--checkpoint.enable", "--checkpoint.no-last_save_model_only", "--debug.no-enable_structured_logging"]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "NO_COLOR": "1"}
     with (folder / "log.txt").open("a") as log:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [*command, *plan.overrides], env=environment, stdout=log, stderr=log, start_new_session=True
         )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()  # which it passes on to the ranks
+            process.wait(END_SECONDS)
 
 
 def read_records(folder: Path, rank: int) -> list[dict]:
