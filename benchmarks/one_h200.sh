@@ -2,8 +2,8 @@
 # What docs/results holds of one H200, in one go:  benchmarks/one_h200.sh [OUT] [part ...]
 #
 #   OUT    folder for the JSON files and charts; default docs/results
-#   parts  tests layers sweep kernels steps compare convergence ranks; default: all of them. "ranks" trains with 2 and 4
-#          ranks on the one card
+#   parts  tests layers sweep kernels steps compare convergence ranks soak; default: all of them. "ranks" trains with 2 and 4
+#          ranks on the one card, "soak" with 2 that are killed again and again
 #
 # The first training run compiles flex attention, which takes minutes. Afterwards:
 #   python benchmarks/render_results.py
@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 OUT=${1:-docs/results}
 PARTS=${*:2}
-PARTS=${PARTS:-tests layers sweep kernels steps compare convergence ranks}
+PARTS=${PARTS:-tests layers sweep kernels steps compare convergence ranks soak}
 SLICE="--config train_configs/qwen3_30b_a3b_6layers.toml"
 DEBUG="--config train_configs/qwen3_moe_debug.toml"
 FAILED=()
@@ -70,8 +70,12 @@ for part in $PARTS; do
                 --parallelism.expert_parallel_degree $ranks --checkpoint.no-enable
         done
         ;;
+    soak)
+        run python -m titan_megamoe.data
+        run python -m titan_megamoe.bench.soak $DEBUG --one_gpu --out "$OUT/h200_soak.json"
+        ;;
     *)
-        echo "unknown part '$part': tests layers sweep kernels steps compare convergence ranks" >&2
+        echo "unknown part '$part': tests layers sweep kernels steps compare convergence ranks soak" >&2
         exit 2
         ;;
     esac

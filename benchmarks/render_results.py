@@ -36,6 +36,10 @@ def render() -> str:
     if errors:
         parts.append("## Errors of the precisions\n")
         parts += [_errors_table(name, document) for name, document in errors.items()]
+    soaks = {name: d for name, d in documents.items() if "kills" in d}
+    if soaks:
+        parts.append("## Training that is killed again and again\n")
+        parts.append(_soaks_table(soaks))
     if steps:
         parts.append("## Whole training steps\n")
         parts += [_steps_table(name, document) for name, document in steps.items()]
@@ -202,6 +206,31 @@ def _errors_table(name: str, document: dict) -> str:
     ]
     for precision, errors in document["relative_errors"].items():
         lines.append(f"| {precision} | " + " | ".join(f"{errors[column]:.2e}" for column in columns) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _soaks_table(documents: dict[str, dict]) -> str:
+    lines = [
+        "By `python -m titan_megamoe.bench.soak`: a random rank is killed (SIGKILL) at random times, half of them while a checkpoint is "
+        "being written; the same command, given again, resumes. Losses and gradient norms are compared with those of the same training "
+        "left alone, step by step, the steps that were computed again included.",
+        "",
+        "| file | config | ranks | steps | kills | that cut off a checkpoint | most seconds until all ranks had ended | "
+        "records bitwise equal | largest loss difference | host memory, second to last quarter, MiB | on |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, document in documents.items():
+        plan, kills = document["plan"], document["kills"]
+        host = [kinds["host_mib"] for kinds in document["memory"].values()]
+        memory = ", ".join(f"{rank['second_quarter']:.0f} to {rank['last_quarter']:.0f}" for rank in host)
+        # A checkpoint that lies there incomplete may be of an earlier kill: this one's is of the step it came after.
+        cut_off = sum(any(c.startswith(f"step-{k['after_step']}:") for c in k["incomplete_checkpoints"]) for k in kills)
+        lines.append(
+            f"| `{name}` | {plan['config']} | {plan['nproc']} | {plan['steps']} | {len(kills)} | {cut_off} | "
+            f"{max((kill['seconds_to_end'] for kill in kills), default=0):.1f} | "
+            f"{document['records_bitwise_equal']} of {document['records_compared']} | "
+            f"{document['largest_loss_difference']:.1e} | {memory} | {_environment(document)} |"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests import poison
+
 
 def run_ranks(function: Callable, world_size: int, *args) -> list:
     """Call ``function(rank, *args)`` on every rank of a fresh gloo group and return what each returned.
@@ -23,6 +25,7 @@ def run_ranks(function: Callable, world_size: int, *args) -> list:
 
 def _run(rank: int, function: Callable, world_size: int, folder: str, args: tuple) -> None:
     torch.set_num_threads(1)
+    poison.install_if_wanted()
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
     torch.save(function(rank, *args), os.path.join(folder, f"result-{rank}"))
     dist.barrier()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from safetensors import safe_open
 
 from tests.training import options, run_jobs
+from titan_megamoe.integration.checkpoints import CheckedCheckpointManager, find_missing_part
 
 SETTINGS = {
     "training.local_batch_size": 2,
@@ -94,3 +97,52 @@ def test_huggingface_import_restores_the_values(runs):
     runs, _ = runs
     assert runs["imported"].losses[1] == pytest.approx(runs["imported, theirs"].losses[1], rel=1e-6)
     assert runs["imported"].losses[1] < runs["export"].losses[1] - 1e-3
+
+
+# ---- incomplete checkpoints
+
+
+def saved(folder, step: int):
+    """A checkpoint of two tensors, written as TorchTitan's are."""
+    path = folder / f"step-{step}"
+    torch.distributed.checkpoint.save(
+        {"a": torch.arange(1000.0), "b": torch.ones(10)}, checkpoint_id=path, no_dist=True
+    )
+    return path
+
+
+def truncate(file):
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+@pytest.mark.parametrize(
+    "damage, missing",
+    [
+        (lambda path: (path / ".metadata").unlink(), "its metadata were never written"),
+        (lambda path: truncate(path / ".metadata"), ".metadata is cut off"),
+        (lambda path: next(path.glob("*.distcp")).unlink(), r"__0_0.distcp is not there"),
+        (lambda path: truncate(next(path.glob("*.distcp"))), r"__0_0.distcp has \d+ of \d+ bytes"),
+    ],
+    ids=["no metadata", "metadata cut off", "no data", "data cut off"],
+)
+def test_an_incomplete_checkpoint_is_passed_over(tmp_path, caplog, damage, missing):
+    manager = CheckedCheckpointManager.__new__(CheckedCheckpointManager)
+    manager.enable, manager.folder = False, str(tmp_path)
+    for step in (5, 10, 20):
+        path = saved(tmp_path, step)
+    assert manager._find_load_step() == 20
+    damage(path)
+    assert re.search(missing, find_missing_part(path))
+    with caplog.at_level("WARNING"):
+        assert manager._find_load_step() == 10
+    assert re.search(rf"step-20 is incomplete \(.*{missing}.*\).* Looking for an older one", caplog.text)
+
+
+def test_an_export_without_all_its_files_is_incomplete(tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": "model-00001.safetensors"}}))
+    assert find_missing_part(tmp_path) == "model-00001.safetensors is not there"
+    (tmp_path / "model-00001.safetensors").touch()
+    assert find_missing_part(tmp_path) is None
+    truncate(index)
+    assert find_missing_part(tmp_path) == "model.safetensors.index.json is cut off"

@@ -3,8 +3,12 @@ them."""
 
 from __future__ import annotations
 
+import re
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
@@ -23,8 +27,8 @@ from titan_megamoe.kernels import (
     weight_gradients,
     weight_gradients_fp8,
 )
-from titan_megamoe.kernels.plan_tables import LayerShape
-from titan_megamoe.symmetric import SymmetricWorkspace, virtual_workspaces
+from titan_megamoe.kernels.plan_tables import FAULT_PEER, FAULT_STOPPED, LayerShape
+from titan_megamoe.symmetric import _ADDRESSED, SymmetricWorkspace, virtual_workspaces
 from titan_megamoe.weight_cache import WeightCache, weights_changed
 
 TOKENS, DIM, HIDDEN, LOCAL_EXPERTS, TOP_K = 40, 256, 128, 4, 2
@@ -202,3 +206,83 @@ def test_a_weight_cache_quantises_once(launches):
     weights_changed()
     run(*layer, keep=True, numerics=numerics)
     assert launches.count(WEIGHT) == 6
+
+
+# ---- compilation before the first wait, and what happens when a rank cannot go on
+
+
+def rehearse(workspace, inputs, *, keep: bool, numerics: Numerics) -> None:
+    _, ids_TK, scores_TK, *weights = inputs
+    link = SimpleNamespace(group="the group", size=2)
+    options = dict(workspace=workspace, keep_activations=keep, numerics=numerics, link=link)
+    hopper.rehearse(ids_TK.dtype, scores_TK.dtype, *weights, **options)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8_bwd"])
+def test_all_kernels_are_run_once_before_a_rank_waits_for_others(launches, monkeypatch, keep, precision):
+    monkeypatch.setattr(dist, "barrier", lambda group: launches.append(f"barrier of {group}"))
+    monkeypatch.setattr(SymmetricWorkspace, "raise_if_late", lambda self: None)
+    workspace, inputs = make_layer(2, capacity=2.0)
+    numerics = Numerics(precision=precision)
+    rehearse(workspace, inputs, keep=keep, numerics=numerics)
+    assert launches[-1] == "barrier of the group"
+    compiled = set(launches)
+    launches.clear()
+    rehearse(workspace, inputs, keep=keep, numerics=numerics)
+    assert launches == [], "once is enough"
+    run(workspace, inputs, keep=keep, numerics=numerics)
+    assert set(launches) == compiled - {"barrier of the group"}
+    launches.clear()
+    rehearse(workspace, inputs, keep=not keep, numerics=numerics)
+    assert launches, "other options are other kernels"
+
+
+def test_a_rehearsal_touches_no_flag_and_nothing_of_another_rank():
+    workspace, _ = make_layer(4)
+    workspace.published.flags.fill_(3)
+    alone = workspace.rehearsal()
+    assert workspace.rank == 3 and alone.rank == 3
+    assert (workspace.published.flags == 3).all() and not (workspace.local.calls.any() or workspace.local.fault.any())
+    assert alone.local.fault.data_ptr() != workspace.local.fault.data_ptr()
+    for name, of in _ADDRESSED.items():
+        mine = getattr(alone.published, of).data_ptr()
+        assert getattr(alone.addresses, name).tolist() == [mine] * 4, name
+        assert (mine == getattr(workspace.published, of).data_ptr()) == (of != "flags"), name
+
+
+def test_a_rank_that_stops_tells_its_peers_and_keeps_its_first_fault(launches):
+    workspace, _ = make_layer(2)
+    workspace.stop()
+    assert launches == ["handshake", "handshake"]
+    assert workspace.local.fault[:2].tolist() == [FAULT_STOPPED, 1]
+    workspace.local.fault[0] = FAULT_PEER
+    workspace.stop()
+    assert workspace.local.fault[0] == FAULT_PEER
+    launches.clear()
+    make_layer(1)[0].stop()
+    assert launches == [], "a rank of its own has nobody to tell"
+
+
+@pytest.mark.parametrize("what", ["the routing plan", "the rows received", "the rows' results", "the rows' gradients"])
+def test_out_of_memory_says_how_much_was_wanted_for_what_and_tells_the_peers(launches, monkeypatch, what):
+    workspace, inputs = make_layer(2)
+    monkeypatch.setattr(SymmetricWorkspace, "read", lambda self, values: [3, 70, 100, 0])
+    allocate, empty = hopper._allocate, torch.empty
+
+    def full(num_bytes, wanted_for, *args):
+        def refuse(size, **kwargs):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", refuse if wanted_for == what else empty)
+            return allocate(num_bytes, wanted_for, *args)
+
+    monkeypatch.setattr(hopper, "_allocate", full)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        run(workspace, inputs, keep=True)
+    message = str(raised.value)
+    assert message.startswith(f"mega_moe: rank 1: no memory for {what}: ") and message.endswith("CUDA out of memory.")
+    rows = r"\(\d+ bytes, 384 rows where an even routing gives 80\)" if "rows" in what else r"\(\d+ bytes\)"
+    assert re.search(rows, message) and "model.moe.dispatch.saved = 'inputs'" in message
+    assert launches[-2:] == ["handshake", "handshake"] and workspace.local.fault[0] == FAULT_STOPPED

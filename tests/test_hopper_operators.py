@@ -75,6 +75,7 @@ def kernels(monkeypatch):
     for name in ("dispatch", "combine", "backward"):
         monkeypatch.setattr(hopper, name, getattr(fake, name))
     monkeypatch.setattr(hopper, "workspace_for", lambda *args, **kwargs: None)
+    monkeypatch.setattr(hopper, "rehearse", lambda *args, **kwargs: None)
     monkeypatch.setattr(ops, "select_backend", lambda backend, *args: backend)
     return fake
 

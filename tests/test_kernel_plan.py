@@ -335,6 +335,34 @@ else:
         with pytest.raises(ValueError, match="phase = 2"):
             combine.signal(workspaces[0], 2)
 
+    def test_a_rank_that_stopped_is_named_by_those_who_wait_for_it():
+        workspaces = virtual_workspaces(layer_shape(3, 1, 1, 4), "cpu")
+        workspaces[2].stop()
+        for phase in (PHASE_PUBLISHED, PHASE_ALL_SENT):
+            combine.handshake(workspaces[0], phase)  # which rank 1 never reaches: it must not be waited for
+        with pytest.raises(
+            plan_tables.KernelFault, match="rank 0 stopped because rank 2 of the expert-parallel group did"
+        ):
+            workspaces[0].check()
+        with pytest.raises(plan_tables.KernelFault, match="rank 2 stopped after an error of its own"):
+            workspaces[2].check()
+
+    @pytest.mark.parametrize("num_local_experts, top_k, max_tokens", [(4, 2, 40), (1, 1, 1), (3, 5, 7)])
+    def test_a_rehearsal_plans_and_waits_without_the_peers(num_local_experts, top_k, max_tokens):
+        workspaces = virtual_workspaces(layer_shape(3, num_local_experts, top_k, max_tokens), "cpu")
+        alone = workspaces[1].rehearsal()
+        ids_TK = random_ids([max_tokens], 3 * num_local_experts, top_k)
+        ids_TK[0, 0] = num_local_experts
+        for _ in range(2):
+            combine.publish(alone, torch.zeros(max_tokens, 64).bfloat16(), ids_TK, torch.zeros(max_tokens, top_k))
+            combine.handshake(alone, PHASE_PUBLISHED)
+            plan, _ = build_kernel_plan(alone)
+            assert read_sizes(plan, alone).num_rows == 3 * (ids_TK // num_local_experts == 1).sum()
+            combine.handshake(alone, PHASE_ALL_SENT)
+        alone.check()
+        for workspace in workspaces:
+            assert not (workspace.published.flags.any() or workspace.local.calls.any() or workspace.local.fault.any())
+
     # Not bfloat16: the interpreter truncates to it instead of rounding. tests/gpu covers it.
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
     @pytest.mark.parametrize("ep_size, num_local_experts, top_k", [(2, 4, 2), (4, 2, 3), (9, 1, 9), (11, 2, 4)])

@@ -41,6 +41,34 @@ def test_plot(tmp_path):
     assert (tmp_path / "x.png").stat().st_size > 10_000
 
 
+def uneven(times: dict[float, float]) -> dict:
+    """A report of points with these times, by the busiest rank's share."""
+    points = [
+        dict(
+            axis="hot",
+            point=BASE | {"hot": share},
+            busiest=dict(expert=share, rank=share),
+            least_ms={precision: {"forward_and_backward": 1.0} for precision in ("bf16", "fp8")},
+            results={"mega_moe hopper": {"forward_and_backward": {"median": ms}}},
+        )
+        for share, ms in times.items()
+    ]
+    return dict(shape_name="qwen3-30b", ep_size=4, environment=dict(gpu="none"), points=points)
+
+
+def test_a_time_that_the_busiest_rank_explains_is_no_cliff(tmp_path):
+    report = uneven({1.1: 2.2, 3.9: 7.9, 2.0: 3.0})
+    assert [point[:2] for point in sweep.imbalance(report, "mega_moe hopper")] == [(1.1, 2.2), (2.0, 3.0), (3.9, 7.9)]
+    assert sweep.cliffs(report) == []
+    sweep.plot(report, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 10_000
+
+
+def test_a_time_that_it_does_not_explain_is():
+    (found,) = sweep.cliffs(uneven({1.0: 2.0, 2.0: 9.0, 3.0: 6.5}))
+    assert found == "mega_moe hopper, hot 2.0: 9.00 ms, where 2.00 of an even share explains 4.00"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would run")
 def test_without_a_gpu_it_says_so(tmp_path):
     command = [sys.executable, "-m", "titan_megamoe.bench.sweep", "--out", str(tmp_path / "x.json")]

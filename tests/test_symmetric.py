@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from titan_megamoe import symmetric
 from titan_megamoe.kernels.plan_tables import (
     ALIGNMENT,
     BackwardRows,
@@ -33,6 +34,7 @@ from titan_megamoe.symmetric import (
     Published,
     refuse_unreachable,
     require_equal_shapes,
+    set_deadline,
     unreachable_pairs,
     virtual_workspaces,
 )
@@ -218,13 +220,14 @@ def test_different_shapes_are_refused_by_field():
             "KernelFault",
             "rank 3: handshake waited .* rank 5 to publish .* 12; it has published 11",
         ),
-        ([1, 3, 2, 1, 5, 11, 12], "KernelFault", "rank 5 to have sent its results .* raise deadline_seconds"),
+        ([1, 3, 2, 1, 5, 11, 12], "KernelFault", "rank 5 to have sent its results .* raise comm.train_timeout_seconds"),
         ([1, 0, 3, 2, 77, 127, 128], "KernelFault", r"pull_gemm waited .* tile 77 to be pulled \(127 of 128"),
         ([1, 0, 4, 3, 77, 3, 16], "KernelFault", r"gemm_push waited .* products of tile 77 \(3 of 16"),
         ([1, 0, 9, 9, 7, 3, 16], "KernelFault", r"kernel 9 waited .* phase 9, item 7 \(3 of 16\)"),
         ([2, 1, 1, 0, 5, 99, 6], "ValueError", r"rank 1: topk_ids_TK\[2, 1\] is 99, .* 0 to 5"),
         ([3, 1, 1, 0, 4, 0, 0], "ValueError", r"rank 1: topk_scores_TK\[2, 0\] is not finite"),
         ([4, 1, 2, 0, 0, -1, 3], "KernelFault", "rank 1 stopped because rank 0"),
+        ([5, 1, 0, 0, 0, 0, 0], "KernelFault", "rank 1 stopped after an error of its own"),
     ],
 )
 def test_fault_records_read_as_sentences(record, kind, message):
@@ -236,3 +239,19 @@ def test_fault_records_read_as_sentences(record, kind, message):
 
 def test_no_fault_is_no_error():
     assert fault_error([0] * 16, SHAPE) is None
+
+
+# ---- deadlines
+
+
+def test_a_deadline_holds_for_workspaces_that_exist_and_for_later_ones(monkeypatch):
+    monkeypatch.setattr(symmetric, "_workspaces", {})
+    monkeypatch.setattr(symmetric, "_deadline_seconds", 300.0)
+    before = get_workspace(None, dataclasses.replace(SHAPE, ep_size=1), "cpu")
+    assert before.deadline_seconds == 300
+    set_deadline(7.5)
+    after = get_workspace(None, dataclasses.replace(SHAPE, ep_size=1, top_k=1), "cpu")
+    assert before.deadline_seconds == after.deadline_seconds == 7.5
+    for seconds in (0, -1, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="set_deadline: seconds = .* Pass a positive, finite number"):
+            set_deadline(seconds)

@@ -21,6 +21,7 @@ class Run:
     grad_norms: dict[int, float]
     gradients: dict[str, torch.Tensor]
     tokens_per_expert: list[torch.Tensor]
+    expert_bias: list[torch.Tensor]
 
 
 def options(assets: Path, dump_folder: Path, settings: dict) -> list[str]:

@@ -28,7 +28,8 @@ from titan_megamoe.integration import datasets  # noqa: E402
 
 
 def train(argv: list[str], keep_gradients: bool) -> dict:
-    """Losses and gradient norms by step; the first step's (clipped) gradients and this rank's token counts per layer."""
+    """Losses and gradient norms by step; the first step's (clipped) gradients and this rank's token counts per layer; the
+    load-balancing bias of each layer after the last step."""
     trainer = loader.load(argv).build()
     losses, grad_norms, gradients, tokens_per_expert = {}, {}, {}, []
     log, step = trainer.metrics_processor.log, trainer.optimizers.step
@@ -48,12 +49,16 @@ def train(argv: list[str], keep_gradients: bool) -> dict:
 
     trainer.metrics_processor.log, trainer.optimizers.step = recording_log, recording_step
     trainer.train()
+    expert_bias = [
+        _full(b) for part in trainer.model_parts for name, b in part.named_buffers() if "expert_bias" in name
+    ]
     trainer.close()
     return {
         "losses": losses,
         "grad_norms": grad_norms,
         "gradients": gradients,
         "tokens_per_expert": tokens_per_expert,
+        "expert_bias": expert_bias,
     }
 
 

@@ -3,7 +3,13 @@
 import importlib
 
 __version__ = "0.1.0"
-_MODULES = {"check_step": "ops", "mega_moe": "ops", "WeightCache": "weight_cache", "weights_changed": "weight_cache"}
+_MODULES = {
+    "check_step": "ops",
+    "mega_moe": "ops",
+    "set_deadline": "symmetric",
+    "WeightCache": "weight_cache",
+    "weights_changed": "weight_cache",
+}
 __all__ = list(_MODULES)
 
 

@@ -24,6 +24,9 @@ from .quantize import BLOCK
 from .reference import Gradients, Link
 from .weight_cache import NO_CACHE
 
+_REHEARSED_TOKENS = 128
+"""Of a rehearsal: a tile of rows."""
+
 _max_tokens: dict[tuple, int] = {}
 """Tokens that the workspace of a (group, layer shape) was made for."""
 
@@ -88,6 +91,63 @@ class Numerics:
     cache_key: int = NO_CACHE
 
 
+def rehearse(
+    ids_dtype: torch.dtype,
+    scores_dtype: torch.dtype,
+    w1_EFD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    w3_EFD: torch.Tensor,
+    *,
+    workspace,
+    keep_activations: bool,
+    numerics: Numerics,
+    link: Link,
+) -> None:
+    """Compile all that a layer runs, forward and backward, before it first waits for its peers: collective, and done once for
+    each combination of the options.
+
+    Otherwise a rank that compiles between two waits holds up the others' GPUs, for minutes where nothing is cached. What is
+    compiled follows from what is launched, so a forward and backward of a few zeros are run, on this rank alone
+    (``SymmetricWorkspace.rehearsal``), and then the host waits for all ranks. With one rank there is nobody to hold up.
+    """
+    if link.size == 1 or torch.cuda.is_current_stream_capturing():
+        return
+    key = (numerics.precision, numerics.wgrad, keep_activations, ids_dtype, scores_dtype)
+    if key in workspace.rehearsed:
+        return
+    from .kernels.plan_tables import fault_error
+
+    shape, alone, device = workspace.shape, workspace.rehearsal(), w1_EFD.device
+    num_tokens = min(_REHEARSED_TOKENS, shape.max_tokens)
+    x_TD = w1_EFD.new_zeros(num_tokens, shape.dim)
+    ids = torch.arange(num_tokens * shape.top_k, device=device, dtype=ids_dtype) % shape.num_experts
+    ids[0] = alone.rank * shape.num_local_experts  # without a row here, nothing would be launched
+    ids_TK = ids.view(num_tokens, shape.top_k)
+    scores_TK = torch.zeros(ids_TK.shape, device=device, dtype=scores_dtype)
+    with_workspace = dict(workspace=alone, numerics=numerics)
+    dispatched = dispatch(x_TD, ids_TK, scores_TK, w1_EFD, w3_EFD, keep_activations=keep_activations, **with_workspace)
+    out_TD = combine(dispatched.plan, dispatched.rows_R0, dispatched.h, ids_TK, w2_EDF, **with_workspace)
+    backward(
+        out_TD,
+        x_TD,
+        ids_TK,
+        scores_TK,
+        w1_EFD,
+        w2_EDF,
+        w3_EFD,
+        plan=dispatched.plan,
+        kept=dispatched.kept,
+        rows_R0=dispatched.rows_R0,
+        kept_activations=keep_activations,
+        **with_workspace,
+    )
+    error = fault_error(alone.local.fault.tolist(), shape)
+    if error is not None:
+        raise error
+    dist.barrier(link.group)
+    workspace.rehearsed.add(key)
+
+
 def dispatch(
     x_TD: torch.Tensor,
     topk_ids_TK: torch.Tensor,
@@ -115,7 +175,7 @@ def dispatch(
 
     stages, shape = _stages(workspace, numerics), workspace.shape
     workspace.raise_if_late()
-    plan_storage = x_TD.new_empty(layout_of(KernelPlan, shape).num_bytes, dtype=torch.uint8)
+    plan_storage = _allocate(layout_of(KernelPlan, shape).num_bytes, "the routing plan", workspace)
     with torch.profiler.record_function("mega_moe: plan"):
         read_in_place = stages.publish(x_TD, topk_ids_TK, topk_scores_TK)
         combine.handshake(workspace, PHASE_PUBLISHED)
@@ -128,8 +188,8 @@ def dispatch(
             num_rows = BLOCK_M * read_sizes(plan, workspace).num_tiles
     row_shape = stages.row_shape(num_rows, keeps_gate_up=keep_activations)
     kept, hidden = layout_of(KeptRows, row_shape), layout_of(HiddenRows, row_shape)
-    kept_storage = x_TD.new_empty(kept.num_bytes, dtype=torch.uint8)
-    h_storage = x_TD.new_empty(hidden.num_bytes, dtype=torch.uint8)
+    kept_storage = _allocate(kept.num_bytes, "the rows received", workspace, num_rows)
+    h_storage = _allocate(hidden.num_bytes, "their hidden activations", workspace, num_rows)
     h: HiddenRows = hidden.slice(h_storage)
     stages.pull_gemm(plan, counters, w1_EFD, w3_EFD, kept.slice(kept_storage), h.h_RF, h.h_scales_bR)
     del read_in_place  # from here on, the memory may be used again
@@ -157,7 +217,10 @@ def combine(
     from .kernels.plan_tables import HiddenRows, KernelPlan, layout_of, PHASE_ALL_SENT, ResultRows
 
     stages, shape = _stages(workspace, numerics), workspace.shape
-    row_shape = stages.row_shape(rows_R0.shape[0])
+    num_rows = rows_R0.shape[0]
+    row_shape = stages.row_shape(num_rows)
+    results = layout_of(ResultRows, row_shape)
+    y_storage = _allocate(results.num_bytes, "the rows' results", workspace, num_rows)
     out_TD = w2_EDF.new_empty(topk_ids_TK.shape[0], shape.dim)
     with torch.profiler.record_function("mega_moe: gemm_push"):
         stages.gemm_push(
@@ -165,7 +228,7 @@ def combine(
             _zeroed_counters(workspace),
             layout_of(HiddenRows, row_shape).slice(h),
             w2_EDF,
-            layout_of(ResultRows, row_shape).allocate(out_TD.device).y_RD,
+            results.slice(y_storage).y_RD,
             out_TD,
         )
         if not stages.is_alone:
@@ -206,10 +269,14 @@ def backward(
 
     stages, shape, device = _stages(workspace, numerics), workspace.shape, x_TD.device
     plan: KernelPlan = layout_of(KernelPlan, shape).slice(plan)
-    row_shape = stages.row_shape(rows_R0.shape[0])
-    kept_layout = layout_of(KeptRows, row_shape)
-    kept: KeptRows = kept_layout.slice(kept) if kept_activations else kept_layout.allocate(device)
-    rows: BackwardRows = layout_of(BackwardRows, row_shape).allocate(device)
+    num_rows = rows_R0.shape[0]
+    row_shape = stages.row_shape(num_rows)
+    kept_layout, rows_layout = layout_of(KeptRows, row_shape), layout_of(BackwardRows, row_shape)
+    if not kept_activations:
+        kept = _allocate(kept_layout.num_bytes, "the rows received again", workspace, num_rows)
+    kept: KeptRows = kept_layout.slice(kept)
+    rows_storage = _allocate(rows_layout.num_bytes, "the rows' gradients", workspace, num_rows)
+    rows: BackwardRows = rows_layout.slice(rows_storage)
     dout_TD, x_TD, topk_ids_TK = dout_TD.contiguous(), x_TD.contiguous(), topk_ids_TK.contiguous()
     gradients = Gradients(
         x_TD=torch.empty_like(x_TD),
@@ -240,6 +307,29 @@ def backward(
             combine.collect_score_slots(workspace, topk_ids_TK, gradients.topk_scores_TK)
     workspace.check_later()
     return replace(gradients, topk_scores_TK=gradients.topk_scores_TK.to(topk_scores_TK.dtype))
+
+
+def _allocate(num_bytes: int, what: str, workspace, num_rows: int | None = None) -> torch.Tensor:
+    """uint8 memory on the workspace's device, for ``num_rows`` padded rows if it is rows.
+
+    Raises:
+        torch.OutOfMemoryError: says how much was wanted for what, and which options need less. Peers are told.
+    """
+    from .symmetric import in_units
+
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=workspace.device)
+    except torch.OutOfMemoryError as error:
+        workspace.stop()
+        shape = workspace.shape
+        even = shape.max_tokens * shape.top_k
+        rows = "" if num_rows is None else f", {num_rows} rows where an even routing gives {even}"
+        raise torch.OutOfMemoryError(
+            f"mega_moe: rank {workspace.rank}: no memory for {what}: {in_units(num_bytes)} ({num_bytes} bytes{rows}). "
+            "activation_checkpoint.mode = 'full' and model.moe.dispatch.saved = 'inputs' keep less, a smaller "
+            "training.local_batch_size and a larger parallelism.expert_parallel_degree need less; 'titan-megamoe plan' adds it "
+            f"up. {error}"
+        ) from error
 
 
 def _stages(workspace, numerics: Numerics):

@@ -259,7 +259,7 @@ def reference_backward(
         w3_EFD,
         plan=_from_tensors(RoutingPlan, plan_and_saved[:_PLAN_FIELDS]),
         saved=_from_tensors(Saved, plan_and_saved[_PLAN_FIELDS:]),
-        link=Link(group_name),
+        link=Link(group_name, "backward"),
         kept_activations=saved == "activations",
         precision=precision,
         wgrad=wgrad,
@@ -349,16 +349,14 @@ def hopper_dispatch(
 def _dispatch(
     x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, cache_key, saved, group_name, capacity, precision, wgrad
 ):
-    return hopper.dispatch(
-        x_TD.contiguous(),
-        topk_ids_TK,
-        topk_scores_TK,
-        w1_EFD.contiguous(),
-        w3_EFD.contiguous(),
-        workspace=_workspace(topk_ids_TK, w2_EDF, group_name, capacity),
+    link, weights = Link(group_name), [w.contiguous() for w in (w1_EFD, w2_EDF, w3_EFD)]
+    options = dict(
+        workspace=hopper.workspace_for(topk_ids_TK, w2_EDF, link=link, capacity=capacity or None),
         keep_activations=saved == "activations",
         numerics=_numerics(precision, wgrad, cache_key),
     )
+    hopper.rehearse(topk_ids_TK.dtype, topk_scores_TK.dtype, *weights, link=link, **options)
+    return hopper.dispatch(x_TD.contiguous(), topk_ids_TK, topk_scores_TK, weights[0], weights[2], **options)
 
 
 def _combine(plan, rows_R0, h, topk_ids_TK, w2_EDF, cache_key, group_name, capacity, precision, wgrad):  # noqa: N803

@@ -19,6 +19,8 @@ Shape suffixes are those of ``plan.py``.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -32,17 +34,24 @@ from .quantize import quantize_columns, quantize_rows, quantize_weights
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
-class Link:
-    """How the ranks of one expert-parallel group exchange data. Without a group every exchange is the identity."""
+class PeerLost(RuntimeError):
+    """A collective of the reference backend failed: another rank died, hangs or is late."""
 
-    def __init__(self, group_name: str):
-        """``group_name``: name of a c10d process group; the empty string for a rank of its own."""
-        self.group_name = group_name
+
+class Link:
+    """How the ranks of one expert-parallel group exchange data. Without a group every exchange is the identity.
+
+    An exchange that fails raises :class:`PeerLost`, which names this rank, the stage and the rows that were to be exchanged.
+    """
+
+    def __init__(self, group_name: str, direction: str = "forward"):
+        """``group_name``: name of a c10d process group; the empty string for a rank of its own. ``direction``: for errors."""
+        self.group_name, self.direction = group_name, direction
         self.group = _resolve_process_group(group_name) if group_name else None
         self.rank = dist.get_rank(self.group) if self.group else 0
         self.size = dist.get_world_size(self.group) if self.group else 1
 
-    def all_gather(self, tensor: torch.Tensor, sizes: list[int] | None = None) -> torch.Tensor:
+    def all_gather(self, stage: str, tensor: torch.Tensor, sizes: list[int] | None = None) -> torch.Tensor:
         """Concatenate every rank's ``tensor`` along dimension 0, where rank ``p`` holds ``sizes[p]`` (default: equal)."""
         if self.group is None:
             return tensor
@@ -50,18 +59,33 @@ class Link:
         padded = tensor.new_zeros(length, *tensor.shape[1:])
         padded[: tensor.shape[0]] = tensor
         gathered = tensor.new_empty(self.size * length, *tensor.shape[1:])
-        _all_gather(gathered, padded, group=self.group)
+        with self._naming(stage, f"all-gather of {length} rows from each rank"):
+            _all_gather(gathered, padded, group=self.group)
         if sizes is None:
             return gathered
         return torch.cat([part[:size] for part, size in zip(gathered.split(length), sizes)]) if length else gathered
 
-    def exchange(self, rows: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
+    def exchange(self, stage: str, rows: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
         """Give rank ``p`` the next ``send[p]`` rows and get ``receive[p]`` rows from it, both in rank order."""
         if self.group is None:
             return rows
         received = rows.new_empty(sum(receive), *rows.shape[1:])
-        dist.all_to_all_single(received, rows.contiguous(), receive, send, group=self.group)
+        with self._naming(stage, f"all-to-all that sends {send} and receives {receive} rows"):
+            dist.all_to_all_single(received, rows.contiguous(), receive, send, group=self.group)
         return received
+
+    @contextlib.contextmanager
+    def _naming(self, stage: str, item: str) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # gloo's and NCCL's errors
+            raise PeerLost(
+                f"mega_moe: rank {self.rank} of {self.size}: {stage} in {self.direction}: the {item} did not complete: "
+                f"{str(error).strip()}. Another rank of the expert-parallel group died, hangs or was busy for longer than the "
+                "group's timeout (comm.train_timeout_seconds): its own log says why."
+            ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,19 +253,19 @@ def route(
     """The routing plan, and the score of each of its rows (``[R]``). Raises as :func:`forward` does."""
     tokens_per_rank = _publish_token_counts(topk_ids_TK, topk_scores_TK, num_local_experts * link.size, link)
     plan = build_plan(
-        link.all_gather(topk_ids_TK, tokens_per_rank),
+        link.all_gather("plan", topk_ids_TK, tokens_per_rank),
         tokens_per_rank,
         rank=link.rank,
         num_local_experts=num_local_experts,
     )
-    scores_NK = link.all_gather(topk_scores_TK, tokens_per_rank)
+    scores_NK = link.all_gather("plan", topk_scores_TK, tokens_per_rank)
     return plan, scores_NK[plan.pulled_U[plan.row_token_R], plan.row_slot_R]
 
 
 def pull(x_TD: torch.Tensor, plan: RoutingPlan, link: Link) -> torch.Tensor:
     """``[U, D]``: each unique token once, from the rank that owns it."""
     sent_P, pulled_P = plan.counts_2P.tolist()
-    return link.exchange(x_TD[plan.sent_S], sent_P, pulled_P)
+    return link.exchange("pull", x_TD[plan.sent_S], sent_P, pulled_P)
 
 
 def gate_up(
@@ -269,7 +293,7 @@ def pre_reduce(rows_RD: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
 def push(rows_UD: torch.Tensor, plan: RoutingPlan, link: Link, *, num_tokens: int) -> torch.Tensor:
     """``[T, D]``: send each unique token's row to its owner, which sums over the sending ranks in rank order."""
     sent_P, pulled_P = plan.counts_2P.tolist()
-    rows_SD = link.exchange(rows_UD, pulled_P, sent_P)
+    rows_SD = link.exchange("push", rows_UD, pulled_P, sent_P)
     out_TD = rows_SD.new_zeros(num_tokens, rows_SD.shape[1], dtype=accumulation_dtype(rows_SD.dtype))
     for tokens, rows in zip(plan.sent_S.split(sent_P), rows_SD.split(sent_P)):
         out_TD[tokens] += rows  # a rank sends a token once, so no index repeats and the order of additions is fixed
@@ -320,7 +344,7 @@ def _publish_token_counts(
     """Every rank's token count. Bad data on one rank raises on all of them: none is left waiting for the others."""
     problem = _find_bad_route(topk_ids_TK, topk_scores_TK, num_experts)
     mine = torch.tensor([[topk_ids_TK.shape[0], problem is not None]], dtype=torch.int64, device=topk_ids_TK.device)
-    tokens_per_rank, is_bad = zip(*link.all_gather(mine).tolist())
+    tokens_per_rank, is_bad = zip(*link.all_gather("plan", mine).tolist())
     if any(is_bad):
         others = f"rank {is_bad.index(True)} of the expert-parallel group found bad routes; its own error names them."
         raise ValueError(f"mega_moe: {problem or others}")

@@ -10,9 +10,12 @@ Shape suffixes are those of ``kernels/plan_tables.py``.
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import logging
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.distributed as dist
@@ -24,6 +27,7 @@ from .kernels.plan_tables import (
     CapacityExceeded,
     Counters,
     Entry,
+    FAULT_STOPPED,
     fault_error,
     HiddenRows,
     KeptRows,
@@ -32,14 +36,20 @@ from .kernels.plan_tables import (
     Layout,
     layout_of,
     num_blocks,
+    PHASE_ALL_SENT,
+    PHASE_PUBLISHED,
     PlanScratch,
     ResultRows,
     RowShape,
 )
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_DEADLINE_SECONDS = 300.0
-"""How long a rank waits for its peers. Long, because ranks drift apart: one compiles a kernel or writes a
-checkpoint."""
+"""How long a rank waits for its peers, unless :func:`set_deadline` says otherwise. Long, because ranks drift apart: one writes
+a checkpoint."""
+
+_deadline_seconds = DEFAULT_DEADLINE_SECONDS
 
 _NUM_PHASES = 2
 
@@ -138,7 +148,8 @@ class SymmetricWorkspace:
         shape: the layer's, equal on all ranks.
         rank: of this rank in the group.
         device: of all buffers.
-        deadline_seconds: how long a handshake waits.
+        deadline_seconds: how long a handshake waits. May be changed; a captured graph keeps what it was captured with.
+        rehearsed: what kernels have been compiled for (see ``hopper.rehearse``).
         published: this rank's :class:`Published` buffers.
         addresses: all ranks', as base addresses.
         local: this rank's :class:`LocalState`.
@@ -169,6 +180,42 @@ class SymmetricWorkspace:
         self._host = torch.empty(32, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         self._late = torch.empty(32, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         self._late_event: torch.cuda.Event | None = None
+        self.rehearsed: set[tuple] = set()
+
+    def rehearsal(self) -> SymmetricWorkspace:
+        """A workspace in which this rank is all ranks and never waits, for running the kernels once without the peers.
+
+        It has this one's memory, of which it overwrites what each call overwrites anyway, but flags and state of its own.
+        """
+        flags = torch.full_like(self.published.flags, 2**30)  # more calls than anyone will wait for
+        alone = copy.copy(self)
+        alone.published = replace(self.published, flags=flags)
+        alone.addresses = replace(
+            self.addresses,
+            **{name: getattr(self.addresses, name)[self.rank].repeat(self.shape.ep_size) for name in _ADDRESSED},
+        )
+        alone.addresses.flags_P.fill_(flags.data_ptr())
+        alone.local = layout_of(LocalState, self.shape).allocate(self.device, zeroed=True)
+        alone._late, alone._late_event = torch.empty_like(self._late), None
+        return alone
+
+    def stop(self) -> None:
+        """Tell the peers that this rank cannot go on: what they wait for then ends at once, with an error that names it,
+        instead of at their deadline. Waits until they are told; the workspace is spent."""
+        if self.shape.ep_size == 1:
+            return
+        from .kernels.combine import signal
+
+        # Not behind what this rank may itself be waiting for.
+        side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        with torch.cuda.stream(side) if side else contextlib.nullcontext():
+            fault = self.local.fault[:2]
+            stopped = torch.tensor([FAULT_STOPPED, self.rank], dtype=torch.int32, device=self.device)
+            fault.copy_(torch.where(fault[:1] == 0, stopped, fault))
+            for phase in (PHASE_PUBLISHED, PHASE_ALL_SENT):
+                signal(self, phase)
+        if side:
+            side.synchronize()
 
     def read(self, values: torch.Tensor) -> list[int]:
         """Wait for the current stream and return ``values`` (a few int32), after the same checks as :meth:`check`."""
@@ -238,8 +285,6 @@ def get_workspace(
     group: dist.ProcessGroup | None,
     shape: LayerShape,
     device: torch.device | str,
-    *,
-    deadline_seconds: float = DEFAULT_DEADLINE_SECONDS,
 ) -> SymmetricWorkspace:
     """The workspace of ``group`` for ``shape``: made by the first call, which is collective, and shared by all later
     ones.
@@ -251,7 +296,6 @@ def get_workspace(
         group: the expert-parallel group; None, or a group of one, needs no rendezvous.
         shape: equal on all ranks; its ``ep_size`` is the group's size.
         device: this rank's.
-        deadline_seconds: how long a handshake waits for peers; that of the first call holds.
 
     Raises:
         ValueError: ``shape`` does not fit the group or differs between ranks, or two ranks cannot reach each other's
@@ -263,8 +307,34 @@ def get_workspace(
         raise ValueError(f"get_workspace: shape.ep_size = {shape.ep_size}, but the group has {size} ranks.")
     key = (group.group_name if size > 1 else "", shape, device)
     if key not in _workspaces:
-        _workspaces[key] = _create(group, shape, device, deadline_seconds)
+        _workspaces[key] = _create(group, shape, device, _deadline_seconds)
     return _workspaces[key]
+
+
+def set_deadline(seconds: float) -> None:
+    """Have handshakes wait ``seconds`` for peers from now on, in all workspaces.
+
+    The trainer sets it to what TorchTitan's process groups wait: ``comm.init_timeout_seconds`` in the first step, then
+    ``comm.train_timeout_seconds``.
+
+    Raises:
+        ValueError: not a positive, finite number.
+    """
+    global _deadline_seconds
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"set_deadline: seconds = {seconds}. Pass a positive, finite number.")
+    _deadline_seconds = seconds
+    for workspace in _workspaces.values():
+        workspace.deadline_seconds = seconds
+
+
+def stop_workspaces() -> None:
+    """:meth:`SymmetricWorkspace.stop` of all of them, as far as the device still works."""
+    for workspace in _workspaces.values():
+        try:
+            workspace.stop()
+        except RuntimeError as error:  # the peers will find out at their deadline
+            logger.warning(f"mega_moe: rank {workspace.rank} could not tell its peers that it stopped: {error}")
 
 
 def check_workspaces() -> None:
@@ -452,14 +522,14 @@ class MemoryPlan:
             rows = f"{self.num_rows} padded rows, fixed by capacity = {self.shape.capacity}"
         lines = [f"{self.shape}", f"row buffers: {rows}"]
         for section in self.sections:
-            lines.append(f"{section.lifetime}: {_in_units(section.num_bytes)} ({section.num_bytes} bytes)")
+            lines.append(f"{section.lifetime}: {in_units(section.num_bytes)} ({section.num_bytes} bytes)")
             for entry in section.entries:
                 dims = " x ".join(map(str, entry.shape))
                 dtype = str(entry.dtype).removeprefix("torch.")
                 lines.append(
-                    f"  {entry.name:<18} {dtype:<9} {dims:<22} {_in_units(entry.reserved):>11}  {entry.meaning}"
+                    f"  {entry.name:<18} {dtype:<9} {dims:<22} {in_units(entry.reserved):>11}  {entry.meaning}"
                 )
-        lines.append(f"most with one layer alive: {_in_units(self.num_bytes)} ({self.num_bytes} bytes)")
+        lines.append(f"most with one layer alive: {in_units(self.num_bytes)} ({self.num_bytes} bytes)")
         return "\n".join(lines)
 
 
@@ -524,7 +594,7 @@ def plan_memory(
     )
 
 
-def _in_units(num_bytes: int) -> str:
+def in_units(num_bytes: int) -> str:
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
             return f"{num_bytes / size:.2f} {unit}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 
 from .integration import compat
 
@@ -44,6 +45,14 @@ def main() -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank found the same
             print(f"titan_megamoe: {error}", file=sys.stderr)
         sys.exit(2)
+    except Exception:
+        if not torch.distributed.is_initialized():
+            raise
+        # A process group with a dead peer may wait for it when it is torn down: leave without that.
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 if __name__ == "__main__":

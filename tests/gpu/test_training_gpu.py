@@ -117,3 +117,19 @@ def test_ranks_on_one_gpu(assets, tmp_path_factory, ranks):
         results = dict(zip(RANKS_RUNS, run_jobs(runs, ranks=ranks, folder=folder, keep_gradients=True, one_gpu=True)))
     for name in list(RANKS_RUNS)[1:]:
         assert_close(results[name], results["all_to_all"])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_two_runs_of_200_steps_are_bitwise_equal(assets, tmp_path_factory, ranks, precision):
+    """With FSDP, which prefetches the next block's parameters while the kernels of this one run."""
+    folder = tmp_path_factory.mktemp(f"rerun{ranks}")
+    settings = {**HOPPER, "training.steps": 200, "model.moe.dispatch.precision": precision, EP: ranks}
+    settings["debug.deterministic"] = True  # of what is not ours
+    runs = [options(assets, folder, settings)] * 2
+    with concurrent_kernels(str(folder)):
+        first, second = run_jobs(runs, ranks=ranks, folder=folder, keep_gradients=True, one_gpu=ranks > 1)
+    assert len(first.losses) == 200
+    assert first.losses == second.losses and first.grad_norms == second.grad_norms
+    for name, gradient in first.gradients.items():
+        assert torch.equal(gradient, second.gradients[name]), name

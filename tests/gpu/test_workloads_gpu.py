@@ -19,7 +19,13 @@ pytestmark = [
     pytest.mark.skipif(hopper.missing_on_this_machine() is not None, reason=str(hopper.missing_on_this_machine())),
 ]
 
-BOUNDS = {"bf16": 1e-2, "fp8": 2e-2, "fp8_bwd": 2e-2}
+VARIANTS = {
+    "bf16": dict(precision="bf16"),
+    "fp8": dict(precision="fp8"),
+    "fp8, wgrad fp8": dict(precision="fp8", wgrad="fp8"),
+    "fp8_bwd": dict(precision="fp8_bwd"),
+}
+BOUNDS = {name: 1e-2 if name == "bf16" else 2e-2 for name in VARIANTS}
 """Of the difference from the reference backend, which emulates FP8: see ``test_hopper_fp8_layer.py``."""
 
 SHAPES = [
@@ -39,22 +45,22 @@ def layer_with(workload: str, tokens: int, experts: int, top_k: int, ep_size: in
     return (x, ids, scores, *weights), dout
 
 
-@pytest.mark.parametrize("precision", BOUNDS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("workload", WORKLOADS)
 @pytest.mark.parametrize("tokens, experts, top_k", SHAPES)
-def test_one_rank(workload, tokens, experts, top_k, precision):
+def test_one_rank(workload, tokens, experts, top_k, variant):
     inputs, dout_TD = layer_with(workload, tokens, experts, top_k)
     actual, expected = (
-        gradients(lambda *a: mega_moe(*a, backend=backend, precision=precision), inputs, dout_TD)
+        gradients(lambda *a: mega_moe(*a, backend=backend, **VARIANTS[variant]), inputs, dout_TD)
         for backend in ("hopper", "reference")
     )
     check_step()
     for name, a, b in zip(NAMES, actual, expected):
-        assert relative_error(a, b) < BOUNDS[precision], name
+        assert relative_error(a, b) < BOUNDS[variant], name
 
 
-def workloads_on_ranks(rank: int, tokens_per_rank: list[int], precision: str) -> None:
-    world_size, experts, top_k = len(tokens_per_rank), 16, 4
+def workloads_on_ranks(rank: int, tokens_per_rank: list[int], experts: int, top_k: int, variant: str) -> None:
+    world_size = len(tokens_per_rank)
     mine = slice(sum(tokens_per_rank[:rank]), sum(tokens_per_rank[: rank + 1]))
     local = experts // world_size
     held = slice(rank * local, (rank + 1) * local)
@@ -64,21 +70,33 @@ def workloads_on_ranks(rank: int, tokens_per_rank: list[int], precision: str) ->
                 workload, sum(tokens_per_rank), experts, top_k, world_size, step
             )
             inputs = (x[mine], ids[mine], scores[mine], *(w[held] for w in weights))
-            options = dict(backend="hopper", group=dist.group.WORLD, precision=precision)
+            options = dict(backend="hopper", group=dist.group.WORLD, **VARIANTS[variant])
             actual = gradients(lambda *a: mega_moe(*a, **options), inputs, dout[mine])
             expected = gradients(
-                lambda *a: mega_moe(*a, backend="reference", precision=precision), (x, ids, scores, *weights), dout
+                lambda *a: mega_moe(*a, backend="reference", **VARIANTS[variant]), (x, ids, scores, *weights), dout
             )
             wanted = [t[mine] for t in expected[:3]] + [t[held] for t in expected[3:]]
             for name, a, b in zip(NAMES, actual, wanted):
                 # Of all ranks together: one with a token or two has score gradients whose sums may cancel.
                 squares = torch.stack([(a - b).double().square().sum(), b.double().square().sum()])
                 dist.all_reduce(squares)
-                assert squares[0].sqrt() <= BOUNDS[precision] * squares[1].sqrt(), (workload, step, name)
+                assert squares[0].sqrt() <= BOUNDS[variant] * squares[1].sqrt(), (workload, step, name)
     check_step()
 
 
-@pytest.mark.parametrize("precision", BOUNDS)
-@pytest.mark.parametrize("tokens_per_rank", [[300, 411], [0, 257, 1, 300], [3, 0, 130, 64, 1, 99, 200, 7]])
-def test_ranks_on_one_gpu(tokens_per_rank, precision):
-    run_ranks_on_one_gpu(workloads_on_ranks, len(tokens_per_rank), tokens_per_rank, precision)
+RANKS = [
+    # tokens of each rank, experts, top_k
+    ([300, 411], 16, 4),
+    ([0, 257, 1, 300], 16, 4),
+    ([3, 0, 130, 64, 1, 99, 200, 7], 16, 4),
+    ([33, 130], 2, 1),  # one expert a rank, of which a token goes to one ...
+    ([40, 0, 31, 50], 4, 4),  # ... or to all
+    ([70, 1, 0, 129, 5, 64, 33, 2], 512, 6),
+    ([1, 1, 1, 1, 1, 1, 1, 1], 8, 1),
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("tokens_per_rank, experts, top_k", RANKS)
+def test_ranks_on_one_gpu(tokens_per_rank, experts, top_k, variant):
+    run_ranks_on_one_gpu(workloads_on_ranks, len(tokens_per_rank), tokens_per_rank, experts, top_k, variant)

@@ -2,7 +2,8 @@
 
 One of them is varied at a time, the others stay as in ``--shape``. Imbalance comes as ``--hot``, a number that makes low-numbered
 experts likelier the larger it is (0: not at all), and as ``--workloads`` (``workloads.py``). Writes the times and, beside them, a plot of
-time against size with the roofline drawn in: the least that a layer could take (``roofline.py``). With several ranks (torchrun),
+time against size with the roofline drawn in: the least that a layer could take (``roofline.py``); its last panel has time against
+imbalance, the busiest rank's rows. Where a time grows by more than those do, it is listed as a cliff. With several ranks (torchrun),
 ``--tokens`` are each rank's.
 """
 
@@ -28,6 +29,9 @@ AXIS_LABELS = {
     "top_k": "experts of a token (top-k)",
     "hot": "hot: how much likelier low-numbered experts are",
 }
+CLIFF_TOLERANCE = 1.25
+"""By what factor a layer may take longer than the busiest rank's rows explain: tiles are padded, and times scatter."""
+
 MEASURED = ("torchtitan compiled", "mega_moe hopper", "mega_moe hopper fp8")
 """Implementations of ``layer.py``."""
 
@@ -109,15 +113,54 @@ def measure_point(point: dict, shape, ep_size: int, group, timing, seed: int) ->
     return {"busiest": busiest(inputs.topk_ids_TK, shape.num_experts, ep_size, group), "results": results}
 
 
+def imbalance(report: dict, name: str) -> list[tuple[float, float, str]]:
+    """Of the points that vary how uneven the routing is: rows of the busiest rank in units of an even share, ms of implementation
+    ``name``, and what the point is. Sorted."""
+    found = []
+    for entry in report["points"]:
+        ms = entry["results"].get(name, {}).get("forward_and_backward", {}).get("median")
+        if entry["axis"] in ("hot", "workload") and "busiest" in entry and ms is not None:
+            found.append((entry["busiest"]["rank"], ms, f"{entry['axis']} {entry['point'][entry['axis']]}"))
+    return sorted(found)
+
+
+def cliffs(report: dict, *, tolerance: float = CLIFF_TOLERANCE) -> list[str]:
+    """Where the routing costs more than its imbalance explains: more than ``tolerance`` times the time of the most even point, scaled by
+    the busiest rank's rows."""
+    found = []
+    for name in MEASURED:
+        points = imbalance(report, name)
+        for share, ms, what in points[1:]:
+            explained = points[0][1] * share / points[0][0]
+            if ms > tolerance * explained:
+                found.append(
+                    f"{name}, {what}: {ms:.2f} ms, where {share:.2f} of an even share explains {explained:.2f}"
+                )
+    return found
+
+
 def plot(report: dict, path: Path) -> None:
-    """Forward and backward together, one panel for each axis. ``report``: what :func:`main` writes as JSON."""
+    """Forward and backward together, one panel for each axis and one for imbalance. ``report``: what :func:`main` writes as JSON."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     axes = [axis for axis in AXES if any(p["axis"] == axis for p in report["points"])]
-    figure, panels = plt.subplots(1, len(axes), figsize=(5 * len(axes), 4.5), squeeze=False)
+    uneven = {name: points for name in MEASURED if (points := imbalance(report, name))}
+    num_panels = len(axes) + bool(uneven)
+    figure, panels = plt.subplots(1, num_panels, figsize=(5 * num_panels, 4.5), squeeze=False)
+    for name, points in uneven.items():
+        shares, times = [p[0] for p in points], [p[1] for p in points]
+        (line,) = panels[0][-1].plot(shares, times, "o", label=name)
+        explained = [times[0] * share / shares[0] for share in shares]
+        panels[0][-1].plot(
+            shares, explained, "--", color=line.get_color(), linewidth=1, label="in proportion to the rows"
+        )
+        panels[0][-1].set(
+            xlabel="rows of the busiest rank / an even share", ylabel="forward and backward, ms", ylim=(0, None)
+        )
+        panels[0][-1].legend(fontsize=7)
     for panel, axis in zip(panels[0], axes):
         mine = [p for p in report["points"] if p["axis"] == axis]
         x = [p["point"][axis] for p in mine]
@@ -226,6 +269,7 @@ def main() -> None:
         "roofline_of": asdict(GPUS[arguments.gpu]),
         "repeats": arguments.repeats,
         "points": [],
+        "cliffs": [],
     }
     for axis, point in points(base, values):
         sizes = (shape.dim, shape.hidden_dim, ep_size, arguments.gpu)
@@ -235,12 +279,16 @@ def main() -> None:
             "least_ms": {precision: least_ms(point, *sizes, precision) for precision in ("bf16", "fp8")},
         } | measure_point(point, shape, ep_size, group, timing, arguments.seed + rank)
         report["points"].append(entry)
+        report["cliffs"] = cliffs(report)
         if rank == 0:
             print(
                 axis, point, {name: r.get("forward_and_backward") for name, r in entry["results"].items()}, flush=True
             )
             arguments.out.write_text(json.dumps(report, indent=1) + "\n")
             plot(report, arguments.out.with_suffix(".png"))
+    if rank == 0:
+        for cliff in report["cliffs"]:
+            print(f"cliff: {cliff}", file=sys.stderr)
     if group is not None:
         dist.destroy_process_group()
 

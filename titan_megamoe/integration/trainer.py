@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch.distributed as dist
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.config.configs import ParallelismConfig, TrainingConfig
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 from torchtitan.models.common.config_utils import decoder_vocab_size
+from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from ..config.errors import ConfigError
 from ..config.sections import ModelSection, QuantizeSection
 from ..ops import check_step
+from ..symmetric import set_deadline, stop_workspaces
 from . import compat, datasets, strategies
 from .checkpoints import CheckedCheckpointManager
 from .model import build_model_spec, num_experts
@@ -28,6 +31,7 @@ class MegaMoETrainer(Trainer):
 
     def __init__(self, config: Config):
         _activate_sections(config)
+        set_deadline(config.comm.init_timeout_seconds)
         super().__init__(config)
         vocab_size, needed = self.model_config.vocab_size, self.tokenizer.get_vocab_size()
         if needed > vocab_size:
@@ -36,9 +40,30 @@ class MegaMoETrainer(Trainer):
                 f"{config.model.flavor} embeds {vocab_size}. Use the model's own tokenizer, or a smaller one."
             )
 
+    def train(self) -> None:
+        try:
+            super().train()
+        except ConfigError:
+            raise
+        except Exception as error:
+            stop_workspaces()
+            checkpoint = self.config.checkpoint
+            remedy = (
+                f"Started again with the same command, it resumes from the last checkpoint in {self.checkpointer.folder}."
+                if checkpoint.enable and not checkpoint.load_only
+                else "No checkpoints were saved (checkpoint.enable): a new start begins anew."
+            )
+            logger.error(
+                f"titan_megamoe: rank {dist.get_rank()} of {dist.get_world_size()} stopped in step {self.step}: "
+                f"{type(error).__name__}: {error} {remedy}"
+            )
+            raise
+
     def train_step(self, data_iterator) -> None:
         super().train_step(data_iterator)
         check_step()
+        # As TorchTitan does with its process groups: what takes long, such as compilation, is behind us.
+        set_deadline(self.config.comm.train_timeout_seconds)
 
 
 def default_config() -> MegaMoETrainer.Config:

@@ -496,6 +496,8 @@ the first to do so fills in the others, later ones leave it alone. No kernel cle
 spent."""
 
 FAULT_DEADLINE, FAULT_BAD_ID, FAULT_BAD_SCORE, FAULT_PEER = 1, 2, 3, 4
+FAULT_STOPPED = 5
+"""An error in Python, of which the host told the device so that peers learn of it."""
 KERNEL_PUBLISH, KERNEL_HANDSHAKE = 1, 2
 KERNEL_PULL_GEMM, KERNEL_GEMM_PUSH, KERNEL_PULL_GEMM_BACKWARD, KERNEL_GEMM_PUSH_BACKWARD = 3, 4, 5, 6
 PHASE_PUBLISHED, PHASE_ALL_SENT, PHASE_ARRIVAL, PHASE_DONE = 0, 1, 2, 3
@@ -549,11 +551,14 @@ def fault_error(record: list[int], shape: LayerShape) -> Exception | None:
             f"mega_moe: rank {rank} stopped because rank {item} of the expert-parallel group did; the error on rank "
             f"{item} says why."
         )
+    if fault["code"] == FAULT_STOPPED:
+        return KernelFault(f"mega_moe: rank {rank} stopped after an error of its own, which it raised before this one.")
     kernel = _KERNEL_NAMES.get(fault["kernel"], f"kernel {fault['kernel']}")
     waited_for = _WAITED_FOR.get(fault["phase"], "phase {phase}, item {item} ({have} of {want})").format(**fault)
     remedy = (
         "Either that rank died or hangs (see its log), or the ranks do not call mega_moe equally often, or one of them "
-        "was busy for longer than the deadline: then raise deadline_seconds."
+        "was busy for longer than the deadline: then raise comm.train_timeout_seconds, or call "
+        "titan_megamoe.set_deadline."
         if fault["kernel"] == KERNEL_HANDSHAKE
         else "Peers' memory may have become unreachable, or this is a bug in titan_megamoe: please report this line."
     )
