@@ -1,4 +1,4 @@
-"""The Hopper backend: the layer's forward and backward on the fused kernels.
+"""The backends on kernels: the layer's forward and backward on the fused kernels, those for Hopper or the portable ones.
 
     publish -> handshake -> plan -> pull_gemm -> gemm_push -> handshake -> reduce_slots
 
@@ -33,7 +33,7 @@ _TOKEN_STEP = 1024
 
 @functools.cache
 def missing_on_this_machine() -> str | None:
-    """Why the kernels cannot run here, and what to do; None if they can."""
+    """Why the kernels for Hopper cannot run here, and what to do; None if they can. For other GPUs see ``backends.py``."""
     if not torch.cuda.is_available():
         return "it needs an NVIDIA GPU of the Hopper generation, and torch sees no GPU. Use backend = 'reference'."
     if torch.version.hip is not None or torch.cuda.get_device_capability() != (9, 0):
@@ -80,12 +80,13 @@ class Dispatched:
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """What a layer computes in: ``precision`` and ``wgrad`` of :func:`titan_megamoe.mega_moe`, and the key of its
-    ``WeightCache``."""
+    """What a layer computes in: ``precision`` and ``wgrad`` of :func:`titan_megamoe.mega_moe`, the key of its ``WeightCache``, and
+    whose kernels (``backends.KERNEL_BACKENDS``)."""
 
     precision: str = "bf16"
     wgrad: str = "bf16"
     cache_key: int = NO_CACHE
+    kernels: str = "hopper"
 
 
 def dispatch(

@@ -134,6 +134,17 @@ def row_of(matrix, row, STRIDE: tl.constexpr):
     return matrix + row.to(tl.int64) * STRIDE
 
 
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def dot(a, b, acc):
+    """``acc + a b``."""
+    if _INTERPRETED:  # which multiplies the bits of bf16 as if they were integers
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc)
+
+
 # A product's operands lie along what is contracted, or across it: a is along it always.
 
 
@@ -145,7 +156,7 @@ def multiply_along(acc, a_tile, b_tile, DEPTH: tl.constexpr, BLOCK_N: tl.constex
     for k in range(0, DEPTH, BLOCK_K):
         a = tl.load(a_tile + k + a_offsets)
         b = tl.load(b_tile + k + b_offsets)
-        acc = tl.dot(a, tl.trans(b), acc)
+        acc = dot(a, tl.trans(b), acc)
     return acc
 
 
@@ -166,5 +177,5 @@ def multiply_across(
     for k in range(0, DEPTH, BLOCK_K):
         a = tl.load(a_tile + k + a_offsets, cache_modifier=".cg")
         b = tl.load(b_tile + k * B_STRIDE + b_offsets)
-        acc = tl.dot(a, b, acc)
+        acc = dot(a, b, acc)
     return acc

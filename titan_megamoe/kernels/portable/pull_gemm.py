@@ -12,7 +12,7 @@ import triton.language as tl
 from .. import plan_tables
 from ..launch import check_sizes, check_tensor, deadline_in_us, DEFAULT_DEADLINE_SECONDS, grid_size
 from ..plan_tables import Counters, KernelPlan
-from .common import arrive_to_pull, BLOCK_M, matrix_offsets, row_of
+from .common import arrive_to_pull, BLOCK_M, dot, matrix_offsets, row_of
 from .pull import await_tile, claim_tile, pull_rows
 from .tuning import BLOCK_K, gpu_kind, PortableTuning, tune_pull_gemm
 
@@ -207,6 +207,6 @@ def _multiply(x_tile, w1_tile, w3_tile, DIM: tl.constexpr, BLOCK_N: tl.constexpr
         x = tl.load(x_tile + k + x_offsets, cache_modifier=".cg")
         w1 = tl.load(w1_tile + k + w_offsets)
         w3 = tl.load(w3_tile + k + w_offsets)
-        gate = tl.dot(x, tl.trans(w1), gate)
-        up = tl.dot(x, tl.trans(w3), up)
+        gate = dot(x, tl.trans(w1), gate)
+        up = dot(x, tl.trans(w3), up)
     return gate, up

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ..launch import check_sizes, check_tensor, grid_size
 from ..plan_tables import Counters, KernelPlan
-from .common import claim, matrix_offsets, PADDING_M, row_of, trip_count
+from .common import claim, dot, matrix_offsets, PADDING_M, row_of, trip_count
 from .tuning import gpu_kind, tune_weight_gradients, WeightGradientsTuning
 
 
@@ -187,7 +187,7 @@ def _write_product(
     for step in range(0, trip_count((rows + PADDING_M - 1) // PADDING_M)):
         left = tl.load(left_tile + left_offsets)
         right = tl.load(right_tile + right_offsets)
-        dw = tl.dot(tl.trans(left), right, dw)
+        dw = dot(tl.trans(left), right, dw)
         left_tile += PADDING_M * LEFT_STRIDE
         right_tile += PADDING_M * RIGHT_STRIDE
     if ACCUMULATE:
