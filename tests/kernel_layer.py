@@ -64,7 +64,9 @@ class Layer:
         num_tokens, num_experts = sum(tokens_per_rank), self.shape.num_experts
         self.x_ND = self.randn(num_tokens, dim)
         if ids_NK is None:
-            ids_NK = torch.rand(num_tokens, num_experts, generator=self.generator, device=self.device).topk(top_k).indices
+            ids_NK = (
+                torch.rand(num_tokens, num_experts, generator=self.generator, device=self.device).topk(top_k).indices
+            )
         self.ids_NK = ids_NK
         self.scores_NK = torch.rand(num_tokens, top_k, generator=self.generator, device=self.device)
         self.w1_EFD = self.randn(num_experts, hidden_dim, dim, scale=dim**-0.5)
@@ -80,7 +82,8 @@ class Layer:
             self.plans.append(plan)
             self.counters.append(counters)
             groups = (
-                Layout(group, row_shape).allocate(self.device) for group in (KeptRows, HiddenRows, ResultRows, BackwardRows)
+                Layout(group, row_shape).allocate(self.device)
+                for group in (KeptRows, HiddenRows, ResultRows, BackwardRows)
             )
             self.rows.append(
                 SimpleNamespace(**{name: tensor for group in groups for name, tensor in vars(group).items()})
@@ -139,7 +142,9 @@ class Layer:
 
     def forward(self, *, saves=False, num_sms=None, pull=None, push=None):
         """``[N, D]``: what all ranks return, from poisoned buffers. ``pull`` and ``push``: tunings."""
-        outs = [torch.full((t, self.shape.dim), NAN, device=self.device, dtype=torch.bfloat16) for t in self.tokens_per_rank]
+        outs = [
+            torch.full((t, self.shape.dim), NAN, device=self.device, dtype=torch.bfloat16) for t in self.tokens_per_rank
+        ]
         self.reset(KeptRows, HiddenRows, ResultRows)
         for rank, out_TD in enumerate(outs):
             self.pull_gemm(rank, saves=saves, num_sms=num_sms, tuning=pull)

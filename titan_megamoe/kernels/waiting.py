@@ -17,6 +17,9 @@ if INTERPRETED:
         """Nanoseconds since some moment."""
         return time.monotonic_ns()
 
+    def flush_stores() -> None:
+        """What the program has stored is there for all: so it is anyway."""
+
 else:
 
     @tl.core.extern
@@ -36,6 +39,25 @@ else:
             _semantic=_semantic,
         )
         return ticks.__mul__(10, _semantic=_semantic)  # it counts at 100 MHz
+
+    @tl.core.extern
+    def flush_stores(_semantic=None):
+        """Before a barrier, behind which one thread tells other programs that the whole program's stores are there.
+
+        On NVIDIA GPUs that is a barrier's and a release's doing: a release covers what its thread has seen of others. On AMD's, a
+        barrier does not wait for stores to global memory, and a release waits for those of its own wave: so every wave waits for its own,
+        and has its L2 cache, one of several of the GPU, write back what it holds.
+        """
+        if _semantic.builder.options.backend_name == "hip":
+            tl.core.inline_asm_elementwise(
+                "s_waitcnt vmcnt(0)\nbuffer_wbl2 sc1\ns_waitcnt vmcnt(0)\ns_mov_b32 $0, 0",
+                "=s,~{memory}",
+                [],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+                _semantic=_semantic,
+            )
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """What the portable kernels share: claims, waits with a deadline, the order of memory.
 
 **Order of memory.** Who has written something that another program waits for stores it, passes a barrier (so that all threads
-of the program have), and adds to a counter with release semantics at the GPU's scope. Who waits reads the counter with acquire
+of the program have: :func:`finish_stores`), and adds to a counter with release semantics at the GPU's scope. Who waits reads the counter with acquire
 semantics, passes a barrier (so that all threads come after the one that read), and loads. What was written by another program during
 the same launch is loaded past the SM's own cache (``.cg``). Between ranks nothing is ordered here: handshakes come before and after.
 
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from .. import plan_tables
-from ..waiting import clock_ns, INTERPRETED, record_fault
+from ..waiting import clock_ns, flush_stores, INTERPRETED, record_fault
 
 BLOCK_M = tl.constexpr(plan_tables.BLOCK_M)
 """Rows of a tile."""
@@ -81,7 +81,14 @@ def tile_in_turn(index, tile_expert_M, expert_start_e1, EP_SIZE: tl.constexpr):
     return m, expert
 
 
-# ---- waits
+# ---- stores and waits
+
+
+@triton.jit
+def finish_stores():
+    """All threads' stores are done, and may be counted with release semantics."""
+    flush_stores()
+    tl.debug_barrier()
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .. import plan_tables
-from .common import await_count, BLOCK_M, claim, PADDING_M, record_late, row_of, tile_in_turn
+from .common import await_count, BLOCK_M, claim, finish_stores, PADDING_M, record_late, row_of, tile_in_turn
 
 _PHASE_ARRIVAL = tl.constexpr(plan_tables.PHASE_ARRIVAL)
 _PULL_QUEUE, _TILE_QUEUE, _PADDING_QUEUE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(6)
@@ -73,7 +73,7 @@ def _pull_tokens(
                     mask=(row_t >= 0)[:, None] & is_column_c[None, :],
                 )
                 route += 1
-        tl.debug_barrier()  # all threads' parts of the rows are written before they are counted
+        finish_stores()
         tl.atomic_add(arrival_M + row_tr // BLOCK_M, 1, mask=is_row_tr, sem="release", scope="gpu")
         first = claim(queue + _PULL_QUEUE, TOKENS)
 

@@ -194,22 +194,39 @@ def pull_gemm_backward_kernel(
                 BLOCK_N,
                 BLOCK_K,
             )
-            _write(g, activations, outputs, m, n, rows, HIDDEN, BLOCK_N)
+            _write(g, activations, outputs, m, n * BLOCK_N, n, rows, HIDDEN, BLOCK_N)
             index = claim_tile(queue)
 
 
 @triton.jit
-def _write(g, activations, outputs, m, n, rows, HIDDEN: tl.constexpr, BLOCK_N: tl.constexpr):
-    """What follows from a tile of g."""
-    gate_RF, up_RF, row_scores_R = activations
-    dgate_RF, dup_RF, scaled_h_RF, dscore_parts_NR, num_rows = outputs
+def _write(g, activations, outputs, m, column, part, rows, HIDDEN: tl.constexpr, BLOCK_N: tl.constexpr):
+    """What follows from a tile of g whose columns begin at ``column``, 64 of them at a time: beside all of g, a thread's registers
+    hold no more."""
+    _, _, row_scores_R = activations
+    _, _, _, dscore_parts_NR, num_rows = outputs
     row = m * BLOCK_M
     row_r = tl.arange(0, BLOCK_M)
     is_row_r = row_r < rows
-    is_row = is_row_r[:, None]
-    offsets = n * BLOCK_N + matrix_offsets(BLOCK_M, BLOCK_N, HIDDEN)
     # Another SM wrote the scores during this kernel.
     score_r = tl.load(row_scores_R + row + row_r, mask=is_row_r, other=0.0, cache_modifier=".cg")
+    if BLOCK_N == 64:
+        dscore_r = _write_columns(g, score_r, activations, outputs, row, column, rows, HIDDEN)
+    else:
+        tl.static_assert(BLOCK_N == 128)
+        left, right = g.reshape([BLOCK_M, 2, 64]).permute([0, 2, 1]).split()
+        dscore_r = _write_columns(left, score_r, activations, outputs, row, column, rows, HIDDEN)
+        dscore_r += _write_columns(right, score_r, activations, outputs, row, column + 64, rows, HIDDEN)
+    tl.store(dscore_parts_NR + part.to(tl.int64) * num_rows + row + row_r, dscore_r, mask=is_row_r)
+
+
+@triton.jit
+def _write_columns(g, score_r, activations, outputs, row, column, rows, HIDDEN: tl.constexpr):
+    """Write dgate, dup and scaled_h of 64 columns. Returns their part of the score gradient."""
+    gate_RF, up_RF, _ = activations
+    dgate_RF, dup_RF, scaled_h_RF, _, _ = outputs
+    row_r = tl.arange(0, BLOCK_M)
+    is_row = (row_r < rows)[:, None]
+    offsets = column + matrix_offsets(BLOCK_M, 64, HIDDEN)
     gate = tl.load(row_of(gate_RF, row, HIDDEN) + offsets, mask=is_row, other=0.0).to(tl.float32)
     up = tl.load(row_of(up_RF, row, HIDDEN) + offsets, mask=is_row, other=0.0).to(tl.float32)
     # Padding is written as zeros, which the weight gradients read, whatever was multiplied there.
@@ -217,7 +234,6 @@ def _write(g, activations, outputs, m, n, rows, HIDDEN: tl.constexpr, BLOCK_N: t
     sigmoid = 1.0 / (1.0 + tl.exp(-gate))
     silu = gate * sigmoid
     dscore_r = tl.sum(g * silu * up, axis=1)
-    tl.store(dscore_parts_NR + n.to(tl.int64) * num_rows + row + row_r, dscore_r, mask=is_row_r)
     score = score_r[:, None]
     g *= score
     dgate = g * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
@@ -225,3 +241,4 @@ def _write(g, activations, outputs, m, n, rows, HIDDEN: tl.constexpr, BLOCK_N: t
     tl.store(row_of(dgate_RF, row, HIDDEN) + offsets, dgate.to(tl.bfloat16), mask=is_written)
     tl.store(row_of(dup_RF, row, HIDDEN) + offsets, (g * silu).to(tl.bfloat16), mask=is_written)
     tl.store(row_of(scaled_h_RF, row, HIDDEN) + offsets, (score * silu * up).to(tl.bfloat16), mask=is_written)
+    return dscore_r

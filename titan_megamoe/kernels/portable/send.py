@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .. import plan_tables
-from .common import BLOCK_M, claim, load_acquire, pause, record_late, row_of
+from .common import BLOCK_M, claim, finish_stores, load_acquire, pause, record_late, row_of
 
 _PHASE_DONE = tl.constexpr(plan_tables.PHASE_DONE)
 _TILE_QUEUE, _SEND_QUEUE = tl.constexpr(2), tl.constexpr(3)  # and the one after it, for the second pass
@@ -31,7 +31,7 @@ def claim_tile(queue):
 @triton.jit
 def count_done(done_M, m, n, FIRST_TILES: tl.constexpr):
     """A column tile of the m-th row tile has been written."""
-    tl.debug_barrier()  # by all threads
+    finish_stores()
     tl.atomic_add(done_M + m, tl.where(n < FIRST_TILES, 1, _SECOND_PASS), sem="release", scope="gpu")
 
 

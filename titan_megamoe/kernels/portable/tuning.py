@@ -6,6 +6,7 @@ Shape suffixes are those of ``plan_tables.py``.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -45,11 +46,12 @@ class PortableTuning:
 class WeightGradientsTuning:
     """How the portable ``weight_gradients`` cuts its work."""
 
-    block_d: int
-    """Columns of D of a tile, whichever of its sides they are."""
-    block_f: int
-    """Columns of F."""
+    block_m: int
+    """Columns of the left matrix of a tile: divides D and F."""
+    block_n: int
+    """Columns of the right one: likewise."""
     stages: int
+    """Steps of the main loop that are being loaded or multiplied."""
     warps: int = 8
 
 
@@ -68,7 +70,7 @@ class Gpu:
     pull_gemm_backward: dict[int, int]
     gemm_push: dict[int, int]
     weight_gradients: dict[int, int]
-    """Columns of D of a tile -> stages, with 128 columns of F."""
+    """Columns of the right matrix; of the left one a tile has 128, or 64 with 64."""
 
 
 _KIB = 1024
@@ -101,10 +103,10 @@ GPUS = {
     # Ampere, Ada and Blackwell for workstations: as A100, with less shared memory.
     "sm_86": Gpu(
         shared_memory=99 * _KIB,
-        pull_gemm={64: 2},
-        pull_gemm_backward={128: 2, 64: 3},
-        gemm_push={128: 2, 64: 3},
-        weight_gradients={128: 2, 64: 3},
+        pull_gemm={64: 3},
+        pull_gemm_backward={128: 3, 64: 3},
+        gemm_push={128: 3, 64: 3},
+        weight_gradients={128: 3, 64: 3},
     ),
     # MI350X, MI355X.
     "gfx950": Gpu(
@@ -124,9 +126,9 @@ GPUS = {
     ),
 }
 
-_PULL_ELEMENTS = 32768
-"""Of the tokens that a mover of pull_gemm holds in registers: half of those of 8 warps. What it has to wait for is the same for
-one token as for many."""
+_PULL_ELEMENTS, _PULL_BACKWARD_ELEMENTS = 32768, 16384
+"""Of the tokens that a mover holds in registers: a quarter of those of 8 warps. The more, the better, for what it has to wait for is the
+same for one token as for many; but pull_gemm_backward would spill."""
 
 _SEND_ELEMENTS = 4096
 """Of the sums that a mover of gemm_push holds, in fp32, beside ``routes`` times as many values of bf16."""
@@ -145,20 +147,19 @@ def gpu_kind(device: torch.device) -> str:
 
 def tune_pull_gemm(kind: str, dim: int, hidden_dim: int) -> PortableTuning:
     """For tokens of ``dim`` (D) columns and experts of ``hidden_dim`` (F)."""
-    return _tune_pull(GPUS[kind].pull_gemm, _widest(GPUS[kind].pull_gemm, hidden_dim), dim)
+    return _tune_pull(GPUS[kind].pull_gemm, _widest(GPUS[kind].pull_gemm, hidden_dim), dim, _PULL_ELEMENTS)
 
 
 def tune_pull_gemm_backward(kind: str, dim: int, hidden_dim: int) -> PortableTuning:
     """As :func:`tune_pull_gemm`. The width of a tile is the same on all GPUs: ``plan_tables.py`` sizes the parts of the score
     gradients by it."""
-    return _tune_pull(GPUS[kind].pull_gemm_backward, hidden_dim // num_score_parts(dim, hidden_dim), dim)
+    block_n = hidden_dim // num_score_parts(dim, hidden_dim)
+    return _tune_pull(GPUS[kind].pull_gemm_backward, block_n, dim, _PULL_BACKWARD_ELEMENTS)
 
 
-def _tune_pull(stages: dict[int, int], block_n: int, dim: int) -> PortableTuning:
+def _tune_pull(stages: dict[int, int], block_n: int, dim: int, elements: int) -> PortableTuning:
     columns = min(2048, _next_power_of_2(dim))
-    return PortableTuning(
-        block_n=block_n, stages=stages[block_n], columns=columns, tokens=min(64, _PULL_ELEMENTS // columns)
-    )
+    return PortableTuning(block_n=block_n, stages=stages[block_n], columns=columns, tokens=min(64, elements // columns))
 
 
 def tune_gemm_push(kind: str, dim: int, *, top_k: int, ep_size: int) -> PortableTuning:
@@ -182,8 +183,8 @@ def tune_gemm_push(kind: str, dim: int, *, top_k: int, ep_size: int) -> Portable
 def tune_weight_gradients(kind: str, dim: int, hidden_dim: int) -> WeightGradientsTuning:
     """For experts of ``dim`` (D) and ``hidden_dim`` (F)."""
     stages = GPUS[kind].weight_gradients
-    block_d = _widest(stages, dim)
-    return WeightGradientsTuning(block_d=block_d, block_f=128 if hidden_dim % 128 == 0 else 64, stages=stages[block_d])
+    block_n = _widest(stages, math.gcd(dim, hidden_dim))
+    return WeightGradientsTuning(block_m=min(128, block_n), block_n=block_n, stages=stages[block_n])
 
 
 def _widest(stages: dict[int, int], extent: int) -> int:

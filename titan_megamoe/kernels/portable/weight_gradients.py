@@ -1,7 +1,8 @@
 """``weight_gradients`` in plain Triton: see ``kernels/weight_gradients.py`` for what it computes. There is nothing to communicate: all
 programs multiply.
 
-A tile has BLOCK_F columns of F on one side and BLOCK_D of D on the other, whichever of the products it is of.
+All three products go through one loop, for which a tile has the same shape in all: BLOCK_M columns of the left matrix, BLOCK_N of the
+right one, which must divide both D and F. With a loop for each shape, each would have shared memory of its own.
 
 Shape suffixes are those of ``plan_tables.py``.
 """
@@ -14,7 +15,7 @@ import triton.language as tl
 
 from ..launch import check_sizes, check_tensor, grid_size
 from ..plan_tables import Counters, KernelPlan
-from .common import claim, dot, matrix_offsets, PADDING_M, row_of, trip_count
+from .common import claim, dot, PADDING_M, trip_count
 from .tuning import gpu_kind, tune_weight_gradients, WeightGradientsTuning
 
 
@@ -101,8 +102,8 @@ def weight_gradients_constants(
         "DIM": dim,
         "HIDDEN": hidden_dim,
         "ACCUMULATE": accumulate,
-        "BLOCK_D": tuning.block_d,
-        "BLOCK_F": tuning.block_f,
+        "BLOCK_M": tuning.block_m,
+        "BLOCK_N": tuning.block_n,
     }
 
 
@@ -128,68 +129,63 @@ def weight_gradients_kernel(
     DIM: tl.constexpr,
     HIDDEN: tl.constexpr,
     ACCUMULATE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_F: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     # All tiles, expert after expert. Those at work at the same time should read the same columns, so they are taken in strips of
     # columns of D, over all of F, those of dw1 and dw3 together: both read x.
-    F_TILES: tl.constexpr = HIDDEN // BLOCK_F
-    D_TILES: tl.constexpr = DIM // BLOCK_D
-    DW13_TILES: tl.constexpr = 2 * F_TILES * D_TILES
-    TILES: tl.constexpr = DW13_TILES + D_TILES * F_TILES
+    F_TILES: tl.constexpr = HIDDEN // BLOCK_M
+    F_COLUMN_TILES: tl.constexpr = HIDDEN // BLOCK_N
+    DW13_TILES: tl.constexpr = 2 * F_TILES * (DIM // BLOCK_N)
+    TILES: tl.constexpr = DW13_TILES + DIM // BLOCK_M * F_COLUMN_TILES
     index = claim(queue + _TILE_QUEUE, 1)
     while index < num_experts * TILES:
         expert = index // TILES
-        first_row = tl.load(expert_start_e1 + expert)
-        rows = tl.load(expert_rows_e + expert)
         tile = index % TILES
+        is_dw2 = tile >= DW13_TILES
+        is_dw1 = tile // F_TILES % 2 == 0
+        left, right, dw = dup_RF, x_RD, dw3_EFD
+        height, width = HIDDEN, DIM
+        m, n = tile % F_TILES, tile // (2 * F_TILES)
+        if is_dw2:
+            left, right, dw = dout_RD, scaled_h_RF, dw2_EDF
+            height, width = DIM, HIDDEN
+            m, n = (tile - DW13_TILES) // F_COLUMN_TILES, (tile - DW13_TILES) % F_COLUMN_TILES
+        elif is_dw1:
+            left, dw = dgate_RF, dw1_EFD
+        rows = tl.load(expert_rows_e + expert)
         if (rows > 0) | (not ACCUMULATE):  # an addition of nothing changes nothing
-            if tile < DW13_TILES:
-                d = tile // (2 * F_TILES) * BLOCK_D
-                f = tile % F_TILES * BLOCK_F
-                x = row_of(x_RD, first_row, DIM) + d
-                if tile // F_TILES % 2 == 0:
-                    dgate = row_of(dgate_RF, first_row, HIDDEN) + f
-                    dw = row_of(dw1_EFD, expert.to(tl.int64) * HIDDEN + f, DIM) + d
-                    _write_product(dw, dgate, x, rows, HIDDEN, DIM, BLOCK_F, BLOCK_D, ACCUMULATE)
-                else:
-                    dup = row_of(dup_RF, first_row, HIDDEN) + f
-                    dw = row_of(dw3_EFD, expert.to(tl.int64) * HIDDEN + f, DIM) + d
-                    _write_product(dw, dup, x, rows, HIDDEN, DIM, BLOCK_F, BLOCK_D, ACCUMULATE)
-            else:
-                d = (tile - DW13_TILES) // F_TILES * BLOCK_D
-                f = (tile - DW13_TILES) % F_TILES * BLOCK_F
-                dout = row_of(dout_RD, first_row, DIM) + d
-                scaled_h = row_of(scaled_h_RF, first_row, HIDDEN) + f
-                dw = row_of(dw2_EDF, expert.to(tl.int64) * DIM + d, HIDDEN) + f
-                _write_product(dw, dout, scaled_h, rows, DIM, HIDDEN, BLOCK_D, BLOCK_F, ACCUMULATE)
+            first_row = tl.load(expert_start_e1 + expert).to(tl.int64)
+            row, column = m * BLOCK_M, n * BLOCK_N
+            product = _multiply(
+                left + first_row * height + row,
+                right + first_row * width + column,
+                height,
+                width,
+                (rows + PADDING_M - 1) // PADDING_M,
+                BLOCK_M,
+                BLOCK_N,
+            )
+            dw += (expert.to(tl.int64) * height + row) * width + column
+            dw_offsets = tl.arange(0, BLOCK_M)[:, None] * width + tl.arange(0, BLOCK_N)[None, :]
+            if ACCUMULATE:
+                product += tl.load(dw + dw_offsets).to(tl.float32)
+            tl.store(dw + dw_offsets, product.to(tl.bfloat16))
         index = claim(queue + _TILE_QUEUE, 1)
 
 
 @triton.jit
-def _write_product(
-    dw_tile,
-    left_tile,
-    right_tile,
-    rows,
-    LEFT_STRIDE: tl.constexpr,
-    RIGHT_STRIDE: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-):
-    """``left^T right`` ``[LEFT, RIGHT]``, summed over an expert's rows, to where the gradient's tile begins. A step takes PADDING_M
+def _multiply(left, right, left_width, right_width, steps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """``left^T right`` ``[BLOCK_M, BLOCK_N]``, summed over an expert's rows, given the first element of both. A step takes PADDING_M
     rows, the last of them zeros where there are no more."""
-    left_offsets = matrix_offsets(PADDING_M, LEFT, LEFT_STRIDE)
-    right_offsets = matrix_offsets(PADDING_M, RIGHT, RIGHT_STRIDE)
-    dw_offsets = matrix_offsets(LEFT, RIGHT, RIGHT_STRIDE)
-    dw = tl.zeros([LEFT, RIGHT], tl.float32)
-    for step in range(0, trip_count((rows + PADDING_M - 1) // PADDING_M)):
-        left = tl.load(left_tile + left_offsets)
-        right = tl.load(right_tile + right_offsets)
-        dw = dot(tl.trans(left), right, dw)
-        left_tile += PADDING_M * LEFT_STRIDE
-        right_tile += PADDING_M * RIGHT_STRIDE
-    if ACCUMULATE:
-        dw += tl.load(dw_tile + dw_offsets).to(tl.float32)
-    tl.store(dw_tile + dw_offsets, dw.to(tl.bfloat16))
+    row_r = tl.arange(0, PADDING_M)[:, None]
+    left_offsets = row_r * left_width + tl.arange(0, BLOCK_M)[None, :]
+    right_offsets = row_r * right_width + tl.arange(0, BLOCK_N)[None, :]
+    product = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for _ in range(0, trip_count(steps)):
+        left_rows = tl.load(left + left_offsets)
+        right_rows = tl.load(right + right_offsets)
+        product = dot(tl.trans(left_rows), right_rows, product)
+        left += PADDING_M * left_width
+        right += PADDING_M * right_width
+    return product
