@@ -3,50 +3,24 @@ things go wrong."""
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
-from tests.oracle import dense_moe, gradients
-from titan_megamoe.kernels import combine, plan_tables
-from titan_megamoe.kernels.gemm_push import gemm_push, gemm_push_backward
-from titan_megamoe.kernels.plan import build_kernel_plan, read_sizes
-from titan_megamoe.kernels.plan_tables import (
-    BackwardRows,
-    BLOCK_M,
-    HiddenRows,
-    KeptRows,
-    KernelFault,
-    LayerShape,
-    Layout,
-    PHASE_ALL_SENT,
-    PHASE_PUBLISHED,
-    ResultRows,
-    RowShape,
-)
-from titan_megamoe.kernels.pull_gemm import pull_gemm
-from titan_megamoe.kernels.pull_gemm_backward import pull_gemm_backward
+from tests.kernel_layer import GRADIENT_TOLERANCE, GRADIENTS, Layer, NAN, relative_error, TOLERANCE
+from titan_megamoe.kernels import plan_tables
+from titan_megamoe.kernels.plan_tables import BackwardRows, KernelFault
 from titan_megamoe.kernels.tuning import (
     tune_gemm_push,
     tune_pull_gemm,
     tune_pull_gemm_backward,
     tune_pull_gemm_backward_split,
 )
-from titan_megamoe.kernels.weight_gradients import weight_gradients
-from titan_megamoe.symmetric import virtual_workspaces
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
-
-NAN = float("nan")
-TOLERANCE = 6e-3
-"""Of bf16 results with two roundings before the last one."""
-
-GRADIENT_TOLERANCE = 1e-2
-GRADIENTS = ("x", "scores", "w1", "w2", "w3")
 
 
 SIZES = pytest.mark.parametrize(
@@ -67,13 +41,13 @@ SIZES = pytest.mark.parametrize(
 
 
 @SIZES
-def test_against_fp64(tokens_per_rank, num_local_experts, top_k, dim, hidden_dim):
-    Layer(tokens_per_rank, num_local_experts, top_k, dim, hidden_dim).check()
+def test_against_fp64(tokens_per_rank, num_local_experts, top_k, dim, hidden_dim, kernels):
+    Layer(tokens_per_rank, num_local_experts, top_k, dim, hidden_dim, kernels=kernels).check()
 
 
 @SIZES
-def test_backward_against_fp64(tokens_per_rank, num_local_experts, top_k, dim, hidden_dim):
-    Layer(tokens_per_rank, num_local_experts, top_k, dim, hidden_dim).check_backward()
+def test_backward_against_fp64(tokens_per_rank, num_local_experts, top_k, dim, hidden_dim, kernels):
+    Layer(tokens_per_rank, num_local_experts, top_k, dim, hidden_dim, kernels=kernels).check_backward()
 
 
 @SIZES
@@ -88,33 +62,33 @@ def test_split_backward_against_fp64(tokens_per_rank, num_local_experts, top_k, 
             assert torch.equal(a, b), (num_sms, name)
 
 
-def test_gate_and_up_are_saved():
-    Layer([900, 33], 8, 4, 512, 256).check(saves=True)
+def test_gate_and_up_are_saved(kernels):
+    Layer([900, 33], 8, 4, 512, 256, kernels=kernels).check(saves=True)
 
 
 @pytest.mark.parametrize("ep_size", [1, 4])
 @pytest.mark.parametrize("expert", [0, 2])
-def test_one_hot_expert(ep_size, expert):
+def test_one_hot_expert(ep_size, expert, kernels):
     ids_NK = torch.full((600, 2), expert, device="cuda")  # each token names it twice: two rows
-    layer = Layer([600 // ep_size] * ep_size, 3, 2, 256, 128, ids_NK=ids_NK)
+    layer = Layer([600 // ep_size] * ep_size, 3, 2, 256, 128, ids_NK=ids_NK, kernels=kernels)
     layer.check()
     layer.check_backward()
 
 
-def test_everything_to_one_rank():
+def test_everything_to_one_rank(kernels):
     ids_NK = torch.rand(400, 4, device="cuda").topk(3).indices + 8
-    layer = Layer([100] * 4, 4, 3, 256, 128, ids_NK=ids_NK)
+    layer = Layer([100] * 4, 4, 3, 256, 128, ids_NK=ids_NK, kernels=kernels)
     layer.check()
     layer.check_backward()
 
 
 @pytest.mark.parametrize("ep_size, num_routings", [(1, 100), (4, 100)])
-def test_random_routings(ep_size, num_routings):
+def test_random_routings(ep_size, num_routings, kernels):
     for seed in range(num_routings):
         torch.manual_seed(seed)
         tokens_per_rank = torch.randint(0, 300, (ep_size,)).tolist()
         num_sms = int(torch.randint(1, sm_count() + 1, ()))
-        layer = Layer(tokens_per_rank, 5, 3, 192, 64, seed=seed)
+        layer = Layer(tokens_per_rank, 5, 3, 192, 64, seed=seed, kernels=kernels)
         expected_ND, _ = layer.expected()
         assert relative_error(layer.forward(saves=True, num_sms=num_sms), expected_ND) < TOLERANCE, seed
         dout_ND = layer.randn(*layer.x_ND.shape)
@@ -124,8 +98,8 @@ def test_random_routings(ep_size, num_routings):
 
 
 @pytest.mark.parametrize("tokens_per_rank", [[1000], [300] * 4])
-def test_bitwise_equal_on_any_number_of_sms(tokens_per_rank):
-    layer = Layer(tokens_per_rank, 16, 6, 1024, 384)
+def test_bitwise_equal_on_any_number_of_sms(tokens_per_rank, kernels):
+    layer = Layer(tokens_per_rank, 16, 6, 1024, 384, kernels=kernels)
     out_ND = layer.forward(saves=True)
     dout_ND = layer.randn(*layer.x_ND.shape)
     grads = layer.backward(dout_ND)
@@ -150,8 +124,8 @@ def test_any_number_of_communication_warps(ep_size, comm_warps):
         assert torch.equal(got, expected)
 
 
-def test_captured_in_a_graph():
-    layer = Layer([700], 8, 2, 512, 256)
+def test_captured_in_a_graph(kernels):
+    layer = Layer([700], 8, 2, 512, 256, kernels=kernels)
     expected = layer.forward()
     out_TD = torch.full_like(expected, NAN)
 
@@ -170,8 +144,8 @@ def test_captured_in_a_graph():
     assert torch.equal(out_TD, expected)
 
 
-def test_rows_that_never_arrive_are_reported():
-    layer = Layer([300], 4, 2, 256, 128)
+def test_rows_that_never_arrive_are_reported(kernels):
+    layer = Layer([300], 4, 2, 256, 128, kernels=kernels)
     plan = replace(layer.plans[0], sizes=layer.plans[0].sizes.clone())
     plan.sizes[1] = 0  # no tokens to pull
     layer.pull_gemm(0, plan, deadline_seconds=0.05)
@@ -179,8 +153,8 @@ def test_rows_that_never_arrive_are_reported():
         layer.workspaces[0].check()
 
 
-def test_tiles_that_are_never_done_are_reported():
-    layer = Layer([300], 4, 2, 256, 128)
+def test_tiles_that_are_never_done_are_reported(kernels):
+    layer = Layer([300], 4, 2, 256, 128, kernels=kernels)
     plan = replace(layer.plans[0], sizes=layer.plans[0].sizes.clone())
     plan.sizes[0] = 0  # no tiles to multiply
     layer.gemm_push(0, torch.empty(300, 256, device="cuda", dtype=torch.bfloat16), plan, deadline_seconds=0.05)
@@ -188,8 +162,8 @@ def test_tiles_that_are_never_done_are_reported():
         layer.workspaces[0].check()
 
 
-def test_faults_of_backward_say_so():
-    layer = Layer([300], 4, 2, 256, 128)
+def test_faults_of_backward_say_so(kernels):
+    layer = Layer([300], 4, 2, 256, 128, kernels=kernels)
     layer.forward(saves=True)
     plan = replace(layer.plans[0], sizes=layer.plans[0].sizes.clone())
     plan.sizes[1] = 0  # no tokens to pull
@@ -205,8 +179,8 @@ def test_faults_of_backward_say_so():
         layer.workspaces[0].check()
 
 
-def test_a_fault_record_is_complete():
-    layer = Layer([300], 4, 2, 256, 128)
+def test_a_fault_record_is_complete(kernels):
+    layer = Layer([300], 4, 2, 256, 128, kernels=kernels)
     plan = replace(layer.plans[0], sizes=layer.plans[0].sizes.clone())
     plan.sizes[1] = 0
     layer.pull_gemm(0, plan, deadline_seconds=0.05)
@@ -218,8 +192,8 @@ def test_a_fault_record_is_complete():
     assert record["want"] == plan.tile_rows_M[record["item"]]
 
 
-def test_arguments_are_checked():
-    layer = Layer([300], 4, 2, 256, 128)
+def test_arguments_are_checked(kernels):
+    layer = Layer([300], 4, 2, 256, 128, kernels=kernels)
     out_TD = torch.empty(300, 256, device="cuda", dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="num_sms = 0"):
         layer.pull_gemm(0, num_sms=0)
