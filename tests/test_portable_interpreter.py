@@ -121,14 +121,20 @@ else:
             ("pull_gemm", "rows", lambda: layer.pull_gemm(0, no_tokens, **late)),
             ("gemm_push", "products", lambda: layer.gemm_push(0, out_TD, no_tiles, **late)),
             ("pull_gemm_backward", "rows", lambda: layer.pull_gemm_backward(0, no_tokens, **late)),
-            ("gemm_push_backward", "products", lambda: layer.gemm_push_backward(0, out_TD, dscores_TK, no_tiles, **late)),
+            (
+                "gemm_push_backward",
+                "products",
+                lambda: layer.gemm_push_backward(0, out_TD, dscores_TK, no_tiles, **late),
+            ),
         ):
             layer.reset(KeptRows if kernel == "pull_gemm" else BackwardRows)
             call()
             fault = layer.workspaces[0].local.fault
             record = dict(zip(plan_tables.FAULT_FIELDS, fault.tolist()))
             assert record["code"] == plan_tables.FAULT_DEADLINE and record["have"] == 0 and record["want"] > 0
-            with pytest.raises(KernelFault, match=rf"rank 0: {kernel} waited past its deadline for the {phase} of tile"):
+            with pytest.raises(
+                KernelFault, match=rf"rank 0: {kernel} waited past its deadline for the {phase} of tile"
+            ):
                 layer.workspaces[0].check()
             fault.zero_()
 

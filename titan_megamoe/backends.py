@@ -91,6 +91,12 @@ def missing_on_this_machine(backend: str) -> str | None:
     return hopper.missing_on_this_machine() if backend == "hopper" else _missing_for_triton()
 
 
+def no_kernels_on_this_machine() -> str | None:
+    """Why no backend on kernels can run here, and what to do; None if one can."""
+    missing = [missing_on_this_machine(backend) for backend in KERNEL_BACKENDS]
+    return None if None in missing else missing[-1]  # the portable ones ask for the least
+
+
 @functools.cache
 def _missing_for_triton() -> str | None:
     if not torch.cuda.is_available():
@@ -109,9 +115,14 @@ def _missing_for_triton() -> str | None:
 
 def unsupported_layer(backend: str, dtype: torch.dtype, dim: int, hidden_dim: int, precision: str) -> str | None:
     """Why the kernels of a backend cannot compute a layer, and what to do; None if they can."""
+    return unsupported_precision(backend, precision) or hopper.unsupported_layer(dtype, dim, hidden_dim, precision)
+
+
+def unsupported_precision(backend: str, precision: str) -> str | None:
+    """Why a backend has no kernels for a precision, and what to do; None if it has."""
     if backend == "triton" and precision != "bf16":
         return (
             f"it has no kernels for precision = {precision!r}. Use precision = 'bf16', or backend = 'hopper' on H100 or H200, or "
             "backend = 'reference'."
         )
-    return hopper.unsupported_layer(dtype, dim, hidden_dim, precision)
+    return None
