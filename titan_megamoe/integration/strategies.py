@@ -137,7 +137,7 @@ STRATEGIES = {
         Strategy(
             name="mega_moe",
             summary="ours: dispatch, expert GEMMs and combine as one operator",
-            needs="nothing; EP = 1 works. Fused on Hopper GPUs with peer access, plain PyTorch elsewhere",
+            needs="nothing; EP = 1 works. Fused on GPUs with peer access (see docs/kernels.md), plain PyTorch elsewhere",
             moe_comm_backend="standard",
             find_missing=_missing_for_mega_moe,
         ),
