@@ -8,7 +8,8 @@ rows of one GPU of eight, with HBM in the place of NVLink.
 
 Per shape and kernel: "fused", the kernel; and its parts alone. "gemm" is the same kernel with its rows already in place
 (or without sending anything), "rows" moves rows without multiplying, "dense" is one matrix product of as many
-operations by PyTorch: the practical ceiling on this card at this moment, since its clock follows its power. TFLOP/s
+operations by PyTorch: the practical ceiling on this card at this moment, since its clock follows its power. Kernels whose
+names begin with "triton" are the portable ones. TFLOP/s
 count real rows, not the padding of tiles. Times are medians of CUDA events around one launch, in ms, with minimum and
 maximum.
 """
@@ -20,7 +21,7 @@ import functools
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,9 +31,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from titan_megamoe import quantize
+from titan_megamoe.backends import kernel_set
 from titan_megamoe.bench.environment import describe_environment
 from titan_megamoe.kernels import combine
-from titan_megamoe.kernels.gemm_push import gemm_push, gemm_push_backward
 from titan_megamoe.kernels.gemm_push_fp8 import gemm_push_backward_fp8, gemm_push_fp8
 from titan_megamoe.kernels.plan import build_kernel_plan, read_sizes
 from titan_megamoe.kernels.plan_tables import (
@@ -46,17 +47,15 @@ from titan_megamoe.kernels.plan_tables import (
     ResultRows,
     RowShape,
 )
-from titan_megamoe.kernels.pull_gemm import pull_gemm
-from titan_megamoe.kernels.pull_gemm_backward import pull_gemm_backward
 from titan_megamoe.kernels.pull_gemm_backward_fp8 import pull_gemm_backward_fp8
 from titan_megamoe.kernels.pull_gemm_fp8 import pull_gemm_fp8
+from titan_megamoe.kernels.portable import tuning as portable_tuning
 from titan_megamoe.kernels.tuning import (
     tune_gemm_push,
     tune_pull_gemm,
     tune_pull_gemm_backward,
     tune_weight_gradients,
 )
-from titan_megamoe.kernels.weight_gradients import weight_gradients
 from titan_megamoe.symmetric import virtual_workspaces
 
 QWEN3_30B = dict(dim=2048, hidden_dim=768, max_tokens=16384, top_k=8)
@@ -69,6 +68,9 @@ SHAPES = {
 }
 BACKWARD_ROWS = ("gate_RF", "up_RF", "row_scores_R", "dgate_RF", "dup_RF", "scaled_h_RF")
 """What both variants of ``pull_gemm_backward`` read and write."""
+
+PORTABLE = ("pull_gemm", "gemm_push", "forward", "pull_gemm_backward", "gemm_push_backward", "weight_gradients")
+"""Kernels that there are in plain Triton, too; "forward" is two of them."""
 
 RANK = 3
 """Whose kernels run, modulo the ranks."""
@@ -92,6 +94,7 @@ class Layer:
     def __init__(self, shape: LayerShape):
         torch.manual_seed(0)
         self.shape, self.rank = shape, RANK % shape.ep_size
+        self.kernels = kernel_set("hopper")
         e, dim, hidden_dim = shape.num_local_experts, shape.dim, shape.hidden_dim
 
         def randn(*size: int, scale: float = 1.0) -> torch.Tensor:
@@ -146,7 +149,7 @@ class Layer:
 
     def pull_gemm(self, plan=None, *, saves: bool = False, **kwargs) -> None:
         kept = dict(gate_RF=self.rows.gate_RF, up_RF=self.rows.up_RF) if saves else {}
-        pull_gemm(
+        self.kernels.pull_gemm(
             plan or self.plan,
             self.counters,
             x_addresses_P=self.workspace.addresses.x_P,
@@ -166,7 +169,7 @@ class Layer:
             to = dict(out_TD=self.out_TD)
         else:
             to = dict(slots_addresses_P=self.workspace.addresses.slots_P, max_tokens=self.shape.max_tokens)
-        gemm_push(
+        self.kernels.gemm_push(
             plan or self.plan,
             self.counters,
             h_RF=self.rows.h_RF,
@@ -181,7 +184,7 @@ class Layer:
 
     def pull_gemm_backward(self, plan=None) -> None:
         names = (*BACKWARD_ROWS, "dout_RD", "dscore_parts_NR")
-        pull_gemm_backward(
+        self.kernels.pull_gemm_backward(
             plan or self.plan,
             self.counters,
             dout_addresses_P=self.workspace.addresses.dout_P,
@@ -199,7 +202,7 @@ class Layer:
         else:
             to = dict(slots_addresses_P=addresses.slots_P, score_slots_addresses_P=addresses.score_slots_P)
             to["max_tokens"] = self.shape.max_tokens
-        gemm_push_backward(
+        self.kernels.gemm_push_backward(
             plan or self.plan,
             self.counters,
             w1_EFD=self.w1_EFD,
@@ -212,7 +215,7 @@ class Layer:
         )
 
     def weight_gradients(self) -> None:
-        weight_gradients(
+        self.kernels.weight_gradients(
             self.plan,
             self.counters,
             x_RD=self.rows.pool_RD,
@@ -448,6 +451,19 @@ def sweep(name: str, repeats: int) -> list[Result]:
         ("backward", "one stream", layer.reset, lambda: layer.backward(beside=False), 6 * down_flops),
         ("backward", "two streams", layer.reset, lambda: layer.backward(beside=True), 6 * down_flops),
     )
+    results = time_runs(name, layer, runs, repeats)
+    layer.kernels = kernel_set("triton")
+    print(f"  portable kernels: relative error {layer.check():.1e} against fp32", flush=True)
+    portable = [
+        (f"triton {kernel}", part, *rest)
+        for kernel, part, *rest in runs
+        if kernel in PORTABLE and part in ("fused", "saving gate, up", "gemm")
+    ]
+    return results + time_runs(name, layer, portable, repeats)
+
+
+def time_runs(name: str, layer: Layer, runs: Sequence[tuple], repeats: int) -> list[Result]:
+    """``runs``: kernel, part, what to do before each launch, the launch, operations."""
     results = []
     for kernel, part, prepare, launch, flops in runs:
         times = time_ms(prepare, launch, repeats)
@@ -469,6 +485,18 @@ def sweep(name: str, repeats: int) -> list[Result]:
     return results
 
 
+def portable_tunings(shape: LayerShape) -> dict[str, dict]:
+    kind = portable_tuning.gpu_kind(torch.device("cuda"))
+    widths = shape.dim, shape.hidden_dim
+    push = portable_tuning.tune_gemm_push(kind, shape.dim, top_k=shape.top_k, ep_size=shape.ep_size)
+    return {
+        "triton pull_gemm": asdict(portable_tuning.tune_pull_gemm(kind, *widths)),
+        "triton gemm_push": asdict(push),
+        "triton pull_gemm_backward": asdict(portable_tuning.tune_pull_gemm_backward(kind, *widths)),
+        "triton weight_gradients": asdict(portable_tuning.tune_weight_gradients(kind, *widths)),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
@@ -484,6 +512,7 @@ def main() -> None:
             "gemm_push": asdict(tune_gemm_push(shape.dim, shape.hidden_dim, top_k=shape.top_k, ep_size=shape.ep_size)),
             "pull_gemm_backward": asdict(tune_pull_gemm_backward(shape.dim, shape.hidden_dim)),
             "weight_gradients": asdict(tune_weight_gradients(shape.dim, shape.hidden_dim)),
+            **portable_tunings(shape),
         }
         torch.cuda.empty_cache()
     report = {

@@ -32,7 +32,9 @@ SHAPES = {
 }
 
 
-def compile_kernel(kernel, pointers: dict[str, str], scalars: dict[str, str], constants: dict, num_warps: int):
+def compile_kernel(
+    kernel, pointers: dict[str, str], scalars: dict[str, str], constants: dict, num_warps: int, target=HOPPER
+):
     """Compile ``kernel``; every parameter is named in one of the three dicts (pointers to a type, scalars of a
     type)."""
     given = {**{name: f"*{type}" for name, type in pointers.items()}, **scalars, **{c: "constexpr" for c in constants}}
@@ -42,7 +44,7 @@ def compile_kernel(kernel, pointers: dict[str, str], scalars: dict[str, str], co
     # Tensors come aligned to ALIGNMENT bytes; a launch finds that out by itself.
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
-    return triton.compile(source, target=HOPPER, options={"num_warps": num_warps})
+    return triton.compile(source, target=target, options={"num_warps": num_warps})
 
 
 @pytest.fixture(params=SHAPES.values(), ids=SHAPES.keys())
@@ -167,3 +169,94 @@ def test_reduce(dim, ep_size, ids_type):
     )
     check_no_spills(compiled)
     assert re.search(r"ld\.global\S*\.v4", compiled.asm["ptx"]) or dim == 64
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        GPUTarget("cuda", 80, 32),
+        GPUTarget("cuda", 100, 32),
+        GPUTarget("hip", "gfx942", 64),
+        GPUTarget("hip", "gfx950", 64),
+    ],
+    ids=lambda target: str(target.arch),
+)
+def test_other_gpus(target):
+    """What the portable kernels need around them."""
+    shape = LayerShape(**SHAPES["EP=8 Qwen3-30B"])
+    handshake = compile_kernel(
+        combine.handshake_kernel,
+        dict(flags="i32", flags_addresses_P="i64", calls="i32", fault="i32"),
+        dict(rank="i32", deadline_ns="i64"),
+        dict(PHASE=PHASE_PUBLISHED, EP_SIZE=8, BLOCK_P=8, SIGNALS=True, WAITS=True),
+        num_warps=1,
+        target=target,
+    )
+    if target.backend == "hip":
+        amdgcn = handshake.asm["amdgcn"]
+        assert "s_memrealtime" in amdgcn and "buffer_wbl2 sc0 sc1" in amdgcn and "buffer_inv sc0 sc1" in amdgcn
+    else:
+        assert "globaltimer" in handshake.asm["ptx"]
+    compile_kernel(
+        plan.count_kernel,
+        dict(ids_addresses_P="i64", num_tokens_addresses_P="i64", fault="i32", local_expert_NK="i32")
+        | dict(block_starts_3eB1="i32", counters="i32"),
+        dict(num_counters="i32", blocks_per_owner="i32", max_tokens="i32", first_expert="i32"),
+        block_sizes(shape),
+        num_warps=shape.block_warps,
+        target=target,
+    )
+    compile_kernel(
+        plan.scan_kernel,
+        dict(block_starts_3eB1="i32"),
+        dict(num_blocks="i32"),
+        dict(BLOCK=plan._SCAN_BLOCK),
+        num_warps=4,
+        target=target,
+    )
+    tables = (
+        "local_expert_NK block_starts_3eB1 sizes expert_start_e1 expert_rows_e tile_expert_M tile_rows_M pull_rows_UK"
+    )
+    compile_kernel(
+        plan.place_kernel,
+        dict.fromkeys(f"{tables} send_order_U peak".split(), "i32")
+        | dict(scores_addresses_P="i64", pull_source_U="i64", pull_scores_UK="fp32"),
+        dict(blocks_per_owner="i32", pool_rows="i32"),
+        block_sizes(shape) | dict(EP_SIZE=shape.ep_size, BLOCK_M=BLOCK_M, TILE_BLOCK=plan._TILE_BLOCK),
+        num_warps=shape.block_warps,
+        target=target,
+    )
+    compile_kernel(
+        combine.publish_kernel,
+        dict(x_TD="bf16", ids_TK="i64", scores_TK="fp32", published_x_TD="bf16", published_ids_TK="i32")
+        | dict(published_scores_TK="fp32", published_num_tokens="i32", x_addresses_P="i64", fault="i32"),
+        dict(num_tokens="i32", rank="i32"),
+        dict(
+            NUM_EXPERTS=shape.num_experts,
+            DIM=shape.dim,
+            TOP_K=shape.top_k,
+            COPY_X=True,
+            IN_PLACE=False,
+            BLOCK_T=combine._PUBLISH_TOKENS,
+            BLOCK_ROUTES=triton.next_power_of_2(combine._PUBLISH_TOKENS * shape.top_k),
+            BLOCK_X=combine._PUBLISH_ELEMENTS,
+        ),
+        num_warps=4,
+        target=target,
+    )
+    compile_kernel(
+        combine.reduce_kernel,
+        dict(slots_PTD="bf16", ids_TK="i64", out_TD="bf16"),
+        dict(max_tokens="i32"),
+        dict(EP_SIZE=8, NUM_LOCAL_EXPERTS=16, DIM=2048, TOP_K=8, BLOCK_K=8, BLOCK_D=2048),
+        num_warps=combine.reduce_warps(2048),
+        target=target,
+    )
+    compile_kernel(
+        combine.collect_scores_kernel,
+        dict(score_slots_PTK="fp32", ids_TK="i64", dscores_TK="fp32"),
+        dict(num_tokens="i32", max_tokens="i32"),
+        dict(NUM_LOCAL_EXPERTS=16, TOP_K=8, BLOCK_T=combine.collect_scores_tokens(8), BLOCK_K=8),
+        num_warps=4,
+        target=target,
+    )

@@ -1,4 +1,4 @@
-"""The Hopper backend: the layer's forward and backward on the fused kernels.
+"""The backends on kernels: the layer's forward and backward on the fused kernels, those for Hopper or the portable ones.
 
     publish -> handshake -> plan -> pull_gemm -> gemm_push -> handshake -> reduce_slots
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ _TOKEN_STEP = 1024
 
 @functools.cache
 def missing_on_this_machine() -> str | None:
-    """Why the kernels cannot run here, and what to do; None if they can."""
+    """Why the kernels for Hopper cannot run here, and what to do; None if they can. For other GPUs see ``backends.py``."""
     if not torch.cuda.is_available():
         return "it needs an NVIDIA GPU of the Hopper generation, and torch sees no GPU. Use backend = 'reference'."
     if torch.version.hip is not None or torch.cuda.get_device_capability() != (9, 0):
@@ -83,12 +83,13 @@ class Dispatched:
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """What a layer computes in: ``precision`` and ``wgrad`` of :func:`titan_megamoe.mega_moe`, and the key of its
-    ``WeightCache``."""
+    """What a layer computes in: ``precision`` and ``wgrad`` of :func:`titan_megamoe.mega_moe`, the key of its ``WeightCache``, and
+    whose kernels (``backends.KERNEL_BACKENDS``)."""
 
     precision: str = "bf16"
     wgrad: str = "bf16"
     cache_key: int = NO_CACHE
+    kernels: str = "hopper"
 
 
 def rehearse(
@@ -112,7 +113,7 @@ def rehearse(
     """
     if link.size == 1 or torch.cuda.is_current_stream_capturing():
         return
-    key = (numerics.precision, numerics.wgrad, keep_activations, ids_dtype, scores_dtype)
+    key = (numerics.kernels, numerics.precision, numerics.wgrad, keep_activations, ids_dtype, scores_dtype)
     if key in workspace.rehearsed:
         return
     from .kernels.plan_tables import fault_error
@@ -335,7 +336,7 @@ def _allocate(num_bytes: int, what: str, workspace, num_rows: int | None = None)
 def _stages(workspace, numerics: Numerics):
     from .hopper_stages import Stages  # which needs Triton
 
-    return Stages(workspace=workspace, **asdict(numerics))
+    return Stages(workspace=workspace, numerics=numerics)
 
 
 def _zeroed_counters(workspace):

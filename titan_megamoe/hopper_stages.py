@@ -1,4 +1,5 @@
-"""The stages of ``hopper.py`` in every precision: which kernels they launch, with which of the layer's buffers.
+"""The stages of ``hopper.py`` in every precision: which kernels they launch, with which of the layer's buffers. Whose kernels they
+are, ``backends.py`` knows.
 
 A stage in FP8 differs from that in bf16 by scales beside rows and weights, and takes weights from the cache of their FP8
 copies. Shape suffixes are those of ``kernels/plan_tables.py``.
@@ -11,17 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import record_function
 
+from .backends import kernel_set, KernelSet
+from .hopper import Numerics
 from .kernels import combine
-from .kernels.gemm_push import gemm_push as gemm_push_bf16, gemm_push_backward as gemm_push_backward_bf16
-from .kernels.gemm_push_fp8 import gemm_push_backward_fp8, gemm_push_fp8
 from .kernels.plan_tables import BackwardRows, Counters, HiddenRows, KeptRows, KernelPlan, LayerShape, RowShape
-from .kernels.pull_gemm import pull_gemm as pull_gemm_bf16
-from .kernels.pull_gemm_backward import pull_gemm_backward as pull_gemm_backward_bf16
-from .kernels.pull_gemm_backward_fp8 import pull_gemm_backward_fp8
-from .kernels.pull_gemm_fp8 import pull_gemm_fp8
 from .kernels.quantize import dequantize_rows, quantize_columns
-from .kernels.weight_gradients import weight_gradients as weight_gradients_bf16
-from .kernels.weight_gradients_fp8 import weight_gradients_fp8
 from .reference import Gradients
 from .symmetric import SymmetricWorkspace
 from .weight_cache import quantized, QuantizedWeight
@@ -32,10 +27,7 @@ class Stages:
     """The stages of one call of a layer."""
 
     workspace: SymmetricWorkspace
-    precision: str
-    wgrad: str
-    cache_key: int
-    """Of the layer's ``WeightCache``."""
+    numerics: Numerics
 
     @property
     def shape(self) -> LayerShape:
@@ -45,13 +37,17 @@ class Stages:
     def is_alone(self) -> bool:
         return self.shape.ep_size == 1
 
+    @property
+    def _kernels(self) -> KernelSet:
+        return kernel_set(self.numerics.kernels)
+
     def row_shape(self, num_rows: int, *, keeps_gate_up: bool = True) -> RowShape:
         return RowShape(
             layer=self.shape,
             num_rows=num_rows,
             keeps_gate_up=keeps_gate_up,
-            precision=self.precision,
-            wgrad=self.wgrad,
+            precision=self.numerics.precision,
+            wgrad=self.numerics.wgrad,
         )
 
     @property
@@ -63,7 +59,7 @@ class Stages:
         return self.row_shape(0).backward_fp8
 
     def _quantized(self, name: str, weight: torch.Tensor) -> QuantizedWeight:
-        return quantized(weight, name, self.cache_key)
+        return quantized(weight, name, self.numerics.cache_key)
 
     def _common(self) -> dict:
         return {"fault": self.workspace.local.fault, "rank": self.workspace.rank}
@@ -94,7 +90,7 @@ class Stages:
         )
         with record_function("mega_moe: pull_gemm"):
             if not self._forward_fp8:
-                pull_gemm_bf16(
+                self._kernels.pull_gemm(
                     plan,
                     counters,
                     x_addresses_P=addresses.x_P,
@@ -105,7 +101,7 @@ class Stages:
                 )
                 return
             w1, w3 = self._quantized("w1", w1_EFD), self._quantized("w3", w3_EFD)
-            pull_gemm_fp8(
+            self._kernels.pull_gemm_fp8(
                 plan,
                 counters,
                 x_addresses_P=addresses.x_P,
@@ -137,10 +133,10 @@ class Stages:
             max_tokens=self.shape.max_tokens,
         )
         if not self._forward_fp8:
-            gemm_push_bf16(plan, counters, h_RF=hidden.h_RF, w2_EDF=w2_EDF, **to, **self._common())
+            self._kernels.gemm_push(plan, counters, h_RF=hidden.h_RF, w2_EDF=w2_EDF, **to, **self._common())
             return
         w2 = self._quantized("w2", w2_EDF)
-        gemm_push_fp8(
+        self._kernels.gemm_push_fp8(
             plan,
             counters,
             h_RF=hidden.h_RF,
@@ -192,12 +188,12 @@ class Stages:
             dscore_parts_NR=rows.dscore_parts_NR,
         )
         if not self._backward_fp8:
-            pull_gemm_backward_bf16(
+            self._kernels.pull_gemm_backward(
                 plan, counters, dout_addresses_P=addresses.dout_P, w2_EDF=w2_EDF, **buffers, **self._common()
             )
             return
         w2 = self._quantized("w2", w2_EDF)
-        pull_gemm_backward_fp8(
+        self._kernels.pull_gemm_backward_fp8(
             plan,
             counters,
             dout_addresses_P=addresses.dout_P,
@@ -234,7 +230,7 @@ class Stages:
             max_tokens=self.shape.max_tokens,
         )
         if not self._backward_fp8:
-            gemm_push_backward_bf16(
+            self._kernels.gemm_push_backward(
                 plan,
                 counters,
                 dgate_RF=rows.dgate_RF,
@@ -246,7 +242,7 @@ class Stages:
             )
             return
         w1, w3 = self._quantized("w1", w1_EFD), self._quantized("w3", w3_EFD)
-        gemm_push_backward_fp8(
+        self._kernels.gemm_push_backward_fp8(
             plan,
             counters,
             dgate_RF=rows.dgate_fp8_RF,
@@ -276,7 +272,7 @@ class Stages:
                 (rows.scaled_h_RF, rows.scaled_h_FR, rows.scaled_h_scales_MF, None),
             ):
                 quantize_columns(plan, rows_RI, values_IR, scales_MI, row_scales_bR=row_scales_bR)
-            weight_gradients_fp8(
+            self._kernels.weight_gradients_fp8(
                 plan,
                 counters,
                 x_DR=rows.x_DR,
@@ -299,7 +295,7 @@ class Stages:
         if row_shape.backward_fp8:
             dequantize_rows(plan, dout_RD, rows.dout_scales_bR, rows.dout_bf16_RD)
             dout_RD = rows.dout_bf16_RD
-        weight_gradients_bf16(
+        self._kernels.weight_gradients(
             plan,
             counters,
             x_RD=x_RD,

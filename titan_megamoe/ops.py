@@ -19,13 +19,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from . import hopper, reference
+from .backends import KERNEL_BACKENDS, missing_on_this_machine, unsupported_layer
 from .plan import RoutingPlan
 from .reference import Link, Saved
 from .weight_cache import NO_CACHE, WeightCache
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "reference", "hopper")
+BACKENDS = ("auto", "reference", *KERNEL_BACKENDS)
 SAVED = ("activations", "inputs")
 PRECISIONS = {
     "bf16": "no quantisation: the inputs' own dtype, fp32 accumulation",
@@ -77,12 +78,13 @@ def mega_moe(
         precision: ``"bf16"`` computes in the inputs' dtype without quantisation; see :data:`PRECISIONS` and docs/precision.md.
         wgrad: with precision ``"fp8"`` or ``"fp8_bwd"``, what weight gradients are computed in: ``"bf16"`` or ``"fp8"``.
         saved: ``"activations"`` keeps the pulled rows and gate/up for backward; ``"inputs"`` pulls and computes them again.
-        backend: ``"reference"`` (plain PyTorch, any device; emulates FP8), ``"hopper"`` (fused kernels on H100 and H200), or
+        backend: ``"reference"`` (plain PyTorch, any device; emulates FP8), ``"hopper"`` (fused kernels on H100 and H200),
+            ``"triton"`` (portable fused kernels, bf16, on NVIDIA GPUs since A100 and on AMD's MI300 and MI350 series), or
             ``"auto"``, which picks the best one for these inputs and logs it once. It does not pick an emulation.
-        capacity: of backend ``"hopper"``: rows that this rank has room for, as a multiple of ``T * K``, in memory of static
+        capacity: of the backends on kernels: rows that this rank has room for, as a multiple of ``T * K``, in memory of static
             size; more rows are an error (``CapacityExceeded``) that :func:`titan_megamoe.check_step` raises. None: exactly
             the rows that were routed here, for which the host waits once per call.
-        is_recomputed: whether activation checkpointing will run all of it again. Backend ``"hopper"`` then does without the
+        is_recomputed: whether activation checkpointing will run all of it again. The backends on kernels then do without the
             down projection and the combine the second time, if the checkpoint stops early and nothing behind is saved.
         weight_cache: of backend ``"hopper"`` in FP8: keeps this layer's weights in FP8 until an optimizer steps or a state
             dict is loaded (see ``weight_cache.py``). None: they are quantised in every forward and backward.
@@ -107,14 +109,14 @@ def mega_moe(
     tensors = (x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD)
     group_name = group.group_name if group else ""
     cache_key = weight_cache.key if weight_cache is not None else None
-    options = (group_name, capacity or 0.0, precision, wgrad)
-    if backend == "hopper" and is_recomputed:
+    if backend == "reference":
+        out_TD, *_ = reference_forward(*tensors, group_name, saved, precision, wgrad)
+        return out_TD
+    options = (group_name, capacity or 0.0, precision, wgrad, backend)
+    if is_recomputed:
         carrier_TD, plan, _, rows_R0, h = hopper_dispatch(*tensors, cache_key, saved, *options)
         return hopper_combine(carrier_TD, topk_ids_TK, w2_EDF, plan, rows_R0, h, cache_key, *options)
-    if backend == "hopper":
-        out_TD, *_ = hopper_forward(*tensors, cache_key, saved, *options)
-    else:
-        out_TD, *_ = reference_forward(*tensors, group_name, saved, precision, wgrad)
+    out_TD, *_ = hopper_forward(*tensors, cache_key, saved, *options)
     return out_TD
 
 
@@ -133,24 +135,34 @@ def select_backend(
     if backend == "reference":
         chosen, why = backend, "as asked for"
     else:
-        missing = "x_TD is on the CPU" if device.type == "cpu" else hopper.missing_on_this_machine()
-        missing = missing or hopper.unsupported_layer(dtype, dim, hidden_dim, precision)
-        if missing and backend == "hopper":
-            raise ValueError(f"mega_moe: backend = 'hopper' cannot run this layer: {missing}")
-        if missing and precision != "bf16":
+        candidates = KERNEL_BACKENDS if backend == "auto" else (backend,)
+        missing = {name: _missing_for(name, device, dtype, dim, hidden_dim, precision) for name in candidates}
+        able = [name for name in candidates if missing[name] is None]
+        if not able and backend != "auto":
+            raise ValueError(f"mega_moe: backend = {backend!r} cannot run this layer: {missing[backend]}")
+        if not able and precision != "bf16":
             raise ValueError(
-                f"mega_moe: precision = {precision!r} ({PRECISIONS[precision]}) cannot run here: {missing} Use precision = "
-                "'bf16', or backend = 'reference', which emulates it slowly."
+                f"mega_moe: precision = {precision!r} ({PRECISIONS[precision]}) cannot run here: {missing['hopper']} Use "
+                "precision = 'bf16', or backend = 'reference', which emulates it slowly."
             )
-        chosen, why = ("reference", f"'hopper' cannot: {missing}") if missing else ("hopper", "the fastest here")
+        reasons = "; ".join(f"{name!r} cannot: {reason}" for name, reason in missing.items())
+        chosen, why = (able[0], "the fastest here") if able else ("reference", reasons)
     if not torch.compiler.is_compiling() and chosen not in _announced:
         _announced.add(chosen)
         logger.info(f"mega_moe: backend '{chosen}' ({why})")
     return chosen
 
 
+def _missing_for(
+    backend: str, device: torch.device, dtype: torch.dtype, dim: int, hidden_dim: int, precision: str
+) -> str | None:
+    """Why a backend on kernels cannot compute this layer here; None if it can."""
+    missing = "x_TD is on the CPU" if device.type == "cpu" else missing_on_this_machine(backend)
+    return missing or unsupported_layer(backend, dtype, dim, hidden_dim, precision)
+
+
 def check_step() -> None:
-    """Wait for the device, and raise what backend ``"hopper"`` could not raise where it happened. Call it at a step's end.
+    """Wait for the device, and raise what a backend on kernels could not raise where it happened. Call it at a step's end.
 
     A call raises by itself only what the host learns in time: with several ranks and exact sizing everything, otherwise
     what earlier calls have reported. Until then the results are undefined.
@@ -299,7 +311,7 @@ reference_forward.register_autograd(_backward, setup_context=_setup_context)
 # which makes all that backward needs. The backward of either is the whole layer's. With two, autograd leads it there through
 # `carrier_TD`, which holds nothing: the second operator returns the gradient of its output as the carrier's.
 #
-# In all of them, ``group_name`` "" means no group, ``capacity`` 0 exact sizing.
+# In all of them, ``group_name`` "" means no group, ``capacity`` 0 exact sizing, and ``kernels`` is one of KERNEL_BACKENDS.
 
 
 @torch.library.custom_op("titan_megamoe::hopper_forward", mutates_args=())
@@ -316,12 +328,13 @@ def hopper_forward(
     capacity: float,
     precision: str,
     wgrad: str,
+    kernels: str,
 ) -> list[torch.Tensor]:
     """``[out_TD, *hopper.Dispatched's tensors without h]``; see :func:`mega_moe`."""
     inputs = (x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, cache_key)
-    dispatched = _dispatch(*inputs, saved, group_name, capacity, precision, wgrad)
+    dispatched = _dispatch(*inputs, saved, group_name, capacity, precision, wgrad, kernels)
     plan, kept, rows_R0, h = _tensors(dispatched)
-    out_TD = _combine(plan, rows_R0, h, topk_ids_TK, w2_EDF, cache_key, group_name, capacity, precision, wgrad)
+    out_TD = _combine(plan, rows_R0, h, topk_ids_TK, w2_EDF, cache_key, group_name, capacity, precision, wgrad, kernels)
     return [out_TD, plan, kept, rows_R0]
 
 
@@ -339,27 +352,40 @@ def hopper_dispatch(
     capacity: float,
     precision: str,
     wgrad: str,
+    kernels: str,
 ) -> list[torch.Tensor]:
     """``[carrier_TD, *hopper.Dispatched's tensors]``."""
     inputs = (x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, cache_key)
-    dispatched = _dispatch(*inputs, saved, group_name, capacity, precision, wgrad)
+    dispatched = _dispatch(*inputs, saved, group_name, capacity, precision, wgrad, kernels)
     return [_carrier(x_TD), *_tensors(dispatched)]
 
 
 def _dispatch(
-    x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, cache_key, saved, group_name, capacity, precision, wgrad
+    x_TD,
+    topk_ids_TK,
+    topk_scores_TK,
+    w1_EFD,
+    w2_EDF,
+    w3_EFD,
+    cache_key,
+    saved,
+    group_name,
+    capacity,
+    precision,
+    wgrad,
+    kernels,
 ):
     link, weights = Link(group_name), [w.contiguous() for w in (w1_EFD, w2_EDF, w3_EFD)]
     options = dict(
         workspace=hopper.workspace_for(topk_ids_TK, w2_EDF, link=link, capacity=capacity or None),
         keep_activations=saved == "activations",
-        numerics=_numerics(precision, wgrad, cache_key),
+        numerics=_numerics(precision, wgrad, cache_key, kernels),
     )
     hopper.rehearse(topk_ids_TK.dtype, topk_scores_TK.dtype, *weights, link=link, **options)
     return hopper.dispatch(x_TD.contiguous(), topk_ids_TK, topk_scores_TK, weights[0], weights[2], **options)
 
 
-def _combine(plan, rows_R0, h, topk_ids_TK, w2_EDF, cache_key, group_name, capacity, precision, wgrad):  # noqa: N803
+def _combine(plan, rows_R0, h, topk_ids_TK, w2_EDF, cache_key, group_name, capacity, precision, wgrad, kernels):  # noqa: N803
     return hopper.combine(
         plan,
         rows_R0,
@@ -367,7 +393,7 @@ def _combine(plan, rows_R0, h, topk_ids_TK, w2_EDF, cache_key, group_name, capac
         topk_ids_TK,
         w2_EDF.contiguous(),
         workspace=_workspace(topk_ids_TK, w2_EDF, group_name, capacity),
-        numerics=_numerics(precision, wgrad, cache_key),
+        numerics=_numerics(precision, wgrad, cache_key, kernels),
     )
 
 
@@ -375,9 +401,12 @@ def _workspace(topk_ids_TK: torch.Tensor, w2_EDF: torch.Tensor, group_name: str,
     return hopper.workspace_for(topk_ids_TK, w2_EDF, link=Link(group_name), capacity=capacity or None)
 
 
-def _numerics(precision: str, wgrad: str, cache_key: torch.Tensor | None) -> hopper.Numerics:
+def _numerics(precision: str, wgrad: str, cache_key: torch.Tensor | None, kernels: str) -> hopper.Numerics:
     return hopper.Numerics(
-        precision=precision, wgrad=wgrad, cache_key=NO_CACHE if cache_key is None else cache_key.item()
+        precision=precision,
+        wgrad=wgrad,
+        cache_key=NO_CACHE if cache_key is None else cache_key.item(),
+        kernels=kernels,
     )
 
 
@@ -418,9 +447,10 @@ def hopper_combine(
     capacity: float,
     precision: str,
     wgrad: str,
+    kernels: str,
 ) -> torch.Tensor:
     """``out_TD`` of what :func:`hopper_dispatch` returned."""
-    return _combine(plan, rows_R0, h, topk_ids_TK, w2_EDF, cache_key, group_name, capacity, precision, wgrad)
+    return _combine(plan, rows_R0, h, topk_ids_TK, w2_EDF, cache_key, group_name, capacity, precision, wgrad, kernels)
 
 
 @hopper_combine.register_fake
@@ -446,6 +476,7 @@ def hopper_backward(
     capacity: float,
     precision: str,
     wgrad: str,
+    kernels: str,
 ) -> list[torch.Tensor]:
     """Gradients of ``x_TD, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD``."""
     gradients = hopper.backward(
@@ -459,7 +490,7 @@ def hopper_backward(
         rows_R0=rows_R0,
         kept_activations=saved == "activations",
         workspace=_workspace(topk_ids_TK, w2_EDF, group_name, capacity),
-        numerics=_numerics(precision, wgrad, cache_key),
+        numerics=_numerics(precision, wgrad, cache_key, kernels),
     )
     return list(_tensors(gradients))
 

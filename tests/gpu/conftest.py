@@ -1,7 +1,22 @@
+"""What tests on a GPU share: the backends on kernels that this machine can run, and the card's memory."""
+
+from __future__ import annotations
+
 import gc
 
 import pytest
 import torch
+
+from titan_megamoe.backends import KERNEL_BACKENDS, missing_on_this_machine
+
+
+@pytest.fixture(params=KERNEL_BACKENDS)
+def kernels(request) -> str:
+    """Name of a backend, one after the other; the test is skipped where it cannot run."""
+    missing = missing_on_this_machine(request.param)
+    if missing:
+        pytest.skip(f"backend '{request.param}': {missing}")
+    return request.param
 
 
 @pytest.fixture(autouse=True)

@@ -18,10 +18,10 @@ from tests.gpu.ranks import run_ranks_on_one_gpu
 from tests.oracle import dense_moe, gradients, relative_error
 from titan_megamoe import check_step, hopper, mega_moe
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(hopper.missing_on_this_machine() is not None, reason=str(hopper.missing_on_this_machine())),
-]
+pytestmark = pytest.mark.gpu
+needs_hopper = pytest.mark.skipif(
+    hopper.missing_on_this_machine() is not None, reason=str(hopper.missing_on_this_machine())
+)
 
 BF16_BOUND = 1e-2
 NAMES = ("out", "x", "scores", "w1", "w2", "w3")
@@ -63,43 +63,44 @@ def in_fp64(inputs):
 @pytest.mark.parametrize(
     "capacity, saved", [(None, "activations"), (2.0, "activations"), (None, "inputs"), (2.0, "inputs")]
 )
-def test_forward_and_backward_match_fp64(tokens, dim, hidden, experts, top_k, hot, capacity, saved):
+def test_forward_and_backward_match_fp64(tokens, dim, hidden, experts, top_k, hot, capacity, saved, kernels):
     inputs = random_layer(tokens, dim, hidden, experts, top_k, hot=hot)
     dout_TD = torch.randn(tokens, dim, generator=torch.Generator("cuda").manual_seed(1), device="cuda").bfloat16()
-    actual = gradients(lambda *a: mega_moe(*a, backend="hopper", capacity=capacity, saved=saved), inputs, dout_TD)
+    actual = gradients(lambda *a: mega_moe(*a, backend=kernels, capacity=capacity, saved=saved), inputs, dout_TD)
     expected = gradients(dense_moe, in_fp64(inputs), dout_TD.double())
     check_step()
     for name, a, b in zip(NAMES, actual, expected):
         assert relative_error(a, b) < BF16_BOUND, name
 
 
-def test_no_tokens():
+def test_no_tokens(kernels):
     inputs = random_layer(0, 128, 64, 4, 2)
-    out_TD, *grads = gradients(lambda *a: mega_moe(*a, backend="hopper"), inputs, inputs[0])
+    out_TD, *grads = gradients(lambda *a: mega_moe(*a, backend=kernels), inputs, inputs[0])
     assert out_TD.shape == (0, 128)
     assert not any(grad.any() for grad in grads)
 
 
-def test_two_runs_are_bitwise_equal():
+def test_two_runs_are_bitwise_equal(kernels):
     inputs = random_layer(3000, 2048, 768, 32, 8)
     dout_TD = torch.randn(3000, 2048, device="cuda").bfloat16()
-    first = gradients(lambda *a: mega_moe(*a, backend="hopper"), inputs, dout_TD)
+    first = gradients(lambda *a: mega_moe(*a, backend=kernels), inputs, dout_TD)
     for run in range(20):
         saved = ("activations", "inputs")[run % 2]
-        again = gradients(lambda *a: mega_moe(*a, backend="hopper", saved=saved), inputs, dout_TD)
+        again = gradients(lambda *a: mega_moe(*a, backend=kernels, saved=saved), inputs, dout_TD)
         for name, a, b in zip(NAMES, again, first):
             assert torch.equal(a, b), name
 
 
-def test_backward_can_run_twice():
+def test_backward_can_run_twice(kernels):
     x, *rest = random_layer(500, 320, 192, 7, 3)
     x.requires_grad_()
-    out_TD = mega_moe(x, *rest, backend="hopper")
+    out_TD = mega_moe(x, *rest, backend=kernels)
     dout_TD = torch.randn_like(out_TD)
     first, second = (torch.autograd.grad(out_TD, x, dout_TD, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
 
 
+@needs_hopper
 def test_auto_picks_the_kernels_for_bf16_and_the_reference_otherwise():
     inputs = random_layer(50, 128, 64, 4, 2)
     assert torch.equal(mega_moe(*inputs), mega_moe(*inputs, backend="hopper"))
@@ -108,9 +109,9 @@ def test_auto_picks_the_kernels_for_bf16_and_the_reference_otherwise():
         mega_moe(x.float(), ids, scores, *(w.float() for w in weights), backend="hopper")
 
 
-def test_capacity_that_is_too_small_is_reported_with_one_that_is_not():
+def test_capacity_that_is_too_small_is_reported_with_one_that_is_not(kernels):
     inputs = random_layer(2000, 128, 64, 8, 2, hot=3.0)
-    mega_moe(*inputs, backend="hopper", capacity=0.25)
+    mega_moe(*inputs, backend=kernels, capacity=0.25)
     with pytest.raises(Exception, match=r"capacity = 0.25 holds .* capacity = 1.0 would have sufficed"):
         check_step()
     from titan_megamoe import symmetric
@@ -118,25 +119,25 @@ def test_capacity_that_is_too_small_is_reported_with_one_that_is_not():
     symmetric._workspaces.clear()  # or later checks would raise again: a step with an overflow ends the run
 
 
-def test_bad_routes_are_reported():
+def test_bad_routes_are_reported(kernels):
     x, ids, scores, *weights = random_layer(50, 128, 64, 4, 2, seed=1)
     ids[7, 1] = 4
-    mega_moe(x, ids, scores, *weights, backend="hopper")
+    mega_moe(x, ids, scores, *weights, backend=kernels)
     with pytest.raises(ValueError, match=r"topk_ids_TK\[7, 1\] is 4"):
         check_step()
     with pytest.raises(ValueError, match=r"topk_ids_TK\[7, 1\] is 4"):  # and the next call notices by itself
-        mega_moe(x, ids, scores, *weights, backend="hopper")
+        mega_moe(x, ids, scores, *weights, backend=kernels)
     from titan_megamoe import symmetric
 
     symmetric._workspaces.clear()
 
 
-def test_compiled_block_has_no_graph_break():
+def test_compiled_block_has_no_graph_break(kernels):
     inputs = random_layer(256, 128, 64, 8, 2)
     dout_TD = torch.randn(256, 128, device="cuda").bfloat16()
 
     def block(x, *rest):
-        return torch.tanh(mega_moe(x * 2, *rest, backend="hopper")) + x
+        return torch.tanh(mega_moe(x * 2, *rest, backend=kernels)) + x
 
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     for a, b in zip(gradients(compiled, inputs, dout_TD), gradients(block, inputs, dout_TD)):
@@ -144,27 +145,27 @@ def test_compiled_block_has_no_graph_break():
 
 
 @pytest.mark.parametrize("saved", ["activations", "inputs"])
-def test_checkpointed_layer_is_bitwise_the_same(saved):
+def test_checkpointed_layer_is_bitwise_the_same(saved, kernels):
     inputs = random_layer(700, 320, 192, 7, 3)
     dout_TD = torch.randn(700, 320, device="cuda").bfloat16()
 
     def layer(*inputs):
-        return mega_moe(*inputs, backend="hopper", saved=saved, is_recomputed=True)
+        return mega_moe(*inputs, backend=kernels, saved=saved, is_recomputed=True)
 
-    expected = gradients(lambda *a: mega_moe(*a, backend="hopper"), inputs, dout_TD)
+    expected = gradients(lambda *a: mega_moe(*a, backend=kernels), inputs, dout_TD)
     actual = gradients(lambda *a: checkpoint(layer, *a, use_reentrant=False), inputs, dout_TD)
     for name, a, b in zip(NAMES, actual, expected):
         assert torch.equal(a, b), name
 
 
-def test_forward_and_backward_are_captured_in_a_graph():
+def test_forward_and_backward_are_captured_in_a_graph(kernels):
     inputs = random_layer(500, 320, 192, 7, 3)
     leaves = [t.clone().requires_grad_(t.is_floating_point()) for t in inputs]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     dout_TD = torch.randn(500, 320, device="cuda").bfloat16()
 
     def run():
-        out_TD = mega_moe(*leaves, backend="hopper", capacity=1.0)
+        out_TD = mega_moe(*leaves, backend=kernels, capacity=1.0)
         return out_TD, *torch.autograd.grad(out_TD, wanted, dout_TD)
 
     side = torch.cuda.Stream()
@@ -199,14 +200,14 @@ def hold_most_sms(stream: torch.cuda.Stream, seconds: float, free: int = 4) -> N
         hold_sms[(2 * sms,)](int(seconds * 1e9), num_warps=32)  # two CTAs of 1024 threads leave no room on an SM
 
 
-def test_it_makes_progress_on_the_sms_that_another_stream_leaves():
+def test_it_makes_progress_on_the_sms_that_another_stream_leaves(kernels):
     inputs = random_layer(2000, 320, 192, 7, 3)
     dout_TD = torch.randn(2000, 320, device="cuda").bfloat16()
-    expected = gradients(lambda *a: mega_moe(*a, backend="hopper"), inputs, dout_TD)
+    expected = gradients(lambda *a: mega_moe(*a, backend=kernels), inputs, dout_TD)
     side = torch.cuda.Stream()
     for _ in range(3):
         hold_most_sms(side, 0.05)
-        actual = gradients(lambda *a: mega_moe(*a, backend="hopper"), inputs, dout_TD)
+        actual = gradients(lambda *a: mega_moe(*a, backend=kernels), inputs, dout_TD)
         for name, a, b in zip(NAMES, actual, expected):
             assert torch.equal(a, b), name
     check_step()
@@ -215,12 +216,12 @@ def test_it_makes_progress_on_the_sms_that_another_stream_leaves():
 # ---- ranks in processes of their own, on one GPU
 
 
-def layer_on_ranks(rank: int, cases: list[tuple]) -> None:
+def layer_on_ranks(rank: int, cases: list[tuple], kernels: str = "hopper") -> None:
     for seed, (tokens_per_rank, dim, hidden, experts, top_k, hot) in enumerate(cases):
-        check_layer(rank, tokens_per_rank, dim, hidden, experts, top_k, hot, seed)
+        check_layer(rank, tokens_per_rank, dim, hidden, experts, top_k, hot, seed, kernels)
 
 
-def check_layer(rank, tokens_per_rank, dim, hidden, experts, top_k, hot, seed) -> None:
+def check_layer(rank, tokens_per_rank, dim, hidden, experts, top_k, hot, seed, kernels) -> None:
     x, ids, scores, w1, w2, w3 = random_layer(sum(tokens_per_rank), dim, hidden, experts, top_k, seed=seed, hot=hot)
     local = experts // len(tokens_per_rank)
     mine = slice(sum(tokens_per_rank[:rank]), sum(tokens_per_rank[: rank + 1]))
@@ -230,7 +231,7 @@ def check_layer(rank, tokens_per_rank, dim, hidden, experts, top_k, hot, seed) -
     hopper._max_tokens.clear()  # every case has token counts of its own
     saved = ("activations", "inputs")[seed % 2]
     actual = gradients(
-        lambda *a: mega_moe(*a, group=dist.group.WORLD, backend="hopper", saved=saved), inputs, dout[mine]
+        lambda *a: mega_moe(*a, group=dist.group.WORLD, backend=kernels, saved=saved), inputs, dout[mine]
     )
     expected = gradients(dense_moe, in_fp64((x, ids, scores, w1, w2, w3)), dout.double())
     wanted = [t[mine] for t in expected[:3]] + [t[held] for t in expected[3:]]
@@ -245,7 +246,7 @@ def check_layer(rank, tokens_per_rank, dim, hidden, experts, top_k, hot, seed) -
             assert relative_error(a, b) < BF16_BOUND, f"case {seed}, rank {rank}: {name}"
         else:
             assert torch.equal(a, torch.zeros_like(a)), f"case {seed}, rank {rank}: {name}"
-    again = gradients(lambda *a: mega_moe(*a, group=dist.group.WORLD, backend="hopper"), inputs, dout[mine])
+    again = gradients(lambda *a: mega_moe(*a, group=dist.group.WORLD, backend=kernels), inputs, dout[mine])
     for name, a, b in zip(NAMES, again, actual):
         assert torch.equal(a, b), f"case {seed}, rank {rank}: {name} is not reproducible"
 
@@ -265,9 +266,9 @@ def cases_for(world_size: int, random_routings: int) -> list[tuple]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_ranks_on_one_gpu_match_fp64(world_size):
+def test_ranks_on_one_gpu_match_fp64(world_size, kernels):
     cases = cases_for(world_size, random_routings=int(os.environ.get("RANDOM_ROUTINGS", 40)))
-    run_ranks_on_one_gpu(layer_on_ranks, world_size, cases)
+    run_ranks_on_one_gpu(layer_on_ranks, world_size, cases, kernels)
 
 
 class Late(torch.autograd.Function):
@@ -285,7 +286,7 @@ class Late(torch.autograd.Function):
         return dx_TD.clone(), None, None
 
 
-def late_ranks(rank: int, world_size: int, disturb: str) -> None:
+def late_ranks(rank: int, world_size: int, disturb: str, kernels: str) -> None:
     """Three layers in a row, each of which overwrites what the one before published. Every rank is late in turn."""
     layers = []
     for seed in range(3):
@@ -308,7 +309,7 @@ def late_ranks(rank: int, world_size: int, disturb: str) -> None:
 
             def block(h_TD, *layer):
                 return h_TD + mega_moe(
-                    h_TD, *layer, group=dist.group.WORLD, backend="hopper", saved=saved, is_recomputed=checkpointed
+                    h_TD, *layer, group=dist.group.WORLD, backend=kernels, saved=saved, is_recomputed=checkpointed
                 )
 
             h_TD = checkpoint(block, h_TD, *layer, use_reentrant=False) if checkpointed else block(h_TD, *layer)
@@ -327,5 +328,5 @@ def late_ranks(rank: int, world_size: int, disturb: str) -> None:
 
 @pytest.mark.parametrize("disturb", ["nothing", "sms"])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_what_is_published_is_not_overwritten_while_a_late_rank_reads_it(world_size, disturb):
-    run_ranks_on_one_gpu(late_ranks, world_size, world_size, disturb)
+def test_what_is_published_is_not_overwritten_while_a_late_rank_reads_it(world_size, disturb, kernels):
+    run_ranks_on_one_gpu(late_ranks, world_size, world_size, disturb, kernels)

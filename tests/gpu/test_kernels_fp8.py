@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
-from tests.gpu.test_kernels_gemm import Layer, NAN, relative_error, TOLERANCE
+from tests.kernel_layer import Layer, NAN, relative_error, TOLERANCE
 from titan_megamoe import mega_moe, quantize as reference
 from titan_megamoe.kernels import combine
 from titan_megamoe.kernels.gemm_push_fp8 import gemm_push_backward_fp8, gemm_push_fp8

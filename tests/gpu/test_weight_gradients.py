@@ -9,83 +9,9 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
-from titan_megamoe.kernels.plan_tables import BLOCK_M, Counters, KernelPlan, LayerShape, Layout
-from titan_megamoe.kernels.weight_gradients import weight_gradients
+from tests.kernel_gradients import Gradients, NAN
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
-
-NAN = float("nan")
-TOLERANCE = 3e-3
-"""Of bf16 results with one rounding: 2e-3 at most of each, less of all of them."""
-
-INPUTS = {"x_RD": "D", "dout_RD": "D", "dgate_RF": "F", "dup_RF": "F", "scaled_h_RF": "F"}
-PRODUCTS = {
-    "dw1_EFD": ("dgate_RF", "x_RD"),
-    "dw2_EDF": ("dout_RD", "scaled_h_RF"),
-    "dw3_EFD": ("dup_RF", "x_RD"),
-}
-
-
-class Gradients:
-    """Experts with so many rows each, their inputs, and the kernel over them."""
-
-    def __init__(self, rows_per_expert: list[int], dim: int, hidden_dim: int, seed: int = 0):
-        self.generator = torch.Generator("cuda").manual_seed(seed)
-        self.rows_per_expert = rows_per_expert
-        num_experts = len(rows_per_expert)
-        shape = LayerShape(
-            ep_size=1, max_tokens=1, dim=dim, hidden_dim=hidden_dim, num_local_experts=num_experts, top_k=1
-        )
-        self.plan = Layout(KernelPlan, shape).allocate("cuda")
-        self.counters = Layout(Counters, shape).allocate("cuda")
-        self.starts = [0]
-        for rows in rows_per_expert:
-            self.starts.append(self.starts[-1] + -(-rows // BLOCK_M) * BLOCK_M)
-        self.plan.expert_start_e1.copy_(torch.tensor(self.starts))
-        self.plan.expert_rows_e.copy_(torch.tensor(rows_per_expert))
-        widths = {"D": dim, "F": hidden_dim}
-        self.inputs = {name: self._rows(widths[width]) for name, width in INPUTS.items()}
-        self.shapes = {
-            name: (num_experts, self.inputs[left].shape[1], self.inputs[right].shape[1])
-            for name, (left, right) in PRODUCTS.items()
-        }
-
-    def randn(self, *size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=self.generator, device="cuda").bfloat16()
-
-    def _rows(self, width: int) -> torch.Tensor:
-        """Random rows, zeros after them up to a multiple of 64, NaN beyond."""
-        matrix = self.randn(self.starts[-1], width)
-        for start, end, rows in zip(self.starts, self.starts[1:], self.rows_per_expert):
-            matrix[start + rows : end] = 0
-            matrix[start + -(-rows // 64) * 64 : end] = NAN
-        return matrix
-
-    def run(self, before: dict[str, torch.Tensor] | None = None, **kwargs) -> dict[str, torch.Tensor]:
-        """All gradients, from poisoned ones or added to those of ``before``."""
-        self.counters.queue.fill_(-1)
-        self.counters.queue[5] = 0
-        if before is None:
-            gradients = {
-                name: torch.full(shape, NAN, device="cuda", dtype=torch.bfloat16) for name, shape in self.shapes.items()
-            }
-        else:
-            gradients = {name: tensor.clone() for name, tensor in before.items()}
-        weight_gradients(self.plan, self.counters, **self.inputs, **gradients, accumulate=before is not None, **kwargs)
-        return gradients
-
-    def check(self, before: dict[str, torch.Tensor] | None = None, **kwargs) -> dict[str, torch.Tensor]:
-        gradients = self.run(before, **kwargs)
-        for name, (left, right) in PRODUCTS.items():
-            assert gradients[name].isfinite().all(), name
-            for expert, (start, rows) in enumerate(zip(self.starts, self.rows_per_expert)):
-                mine = slice(start, start + rows)
-                expected = self.inputs[left][mine].double().T @ self.inputs[right][mine].double()
-                if before is not None:
-                    expected += before[name][expert].double()
-                got = gradients[name][expert].double()
-                assert (got - expected).norm() <= TOLERANCE * expected.norm(), (name, expert)
-        return gradients
 
 
 def sm_count() -> int:
@@ -113,8 +39,8 @@ def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
         ([37 * (e % 5) for e in range(500)], 256, 64),
     ],
 )
-def test_against_fp64(rows_per_expert, dim, hidden_dim):
-    gradients = Gradients(rows_per_expert, dim, hidden_dim)
+def test_against_fp64(rows_per_expert, dim, hidden_dim, kernels):
+    gradients = Gradients(rows_per_expert, dim, hidden_dim, kernels=kernels)
     first = gradients.check()
     assert_equal(gradients.run(), first)
     before = {name: gradients.randn(*shape) for name, shape in gradients.shapes.items()}
@@ -122,8 +48,8 @@ def test_against_fp64(rows_per_expert, dim, hidden_dim):
 
 
 @pytest.mark.parametrize("num_rows", [0, 256])
-def test_without_rows_gradients_are_zero(num_rows):
-    gradients = Gradients([0] * 3, 192, 128)
+def test_without_rows_gradients_are_zero(num_rows, kernels):
+    gradients = Gradients([0] * 3, 192, 128, kernels=kernels)
     for name, tensor in gradients.inputs.items():
         gradients.inputs[name] = torch.full((num_rows, tensor.shape[1]), NAN, device="cuda", dtype=torch.bfloat16)
     assert all((gradient == 0).all() for gradient in gradients.run().values())
@@ -131,8 +57,8 @@ def test_without_rows_gradients_are_zero(num_rows):
     assert_equal(gradients.run(before), before)
 
 
-def test_accumulating_nothing_changes_nothing():
-    gradients = Gradients([100, 0, 30], 256, 128)
+def test_accumulating_nothing_changes_nothing(kernels):
+    gradients = Gradients([100, 0, 30], 256, 128, kernels=kernels)
     before = {name: torch.full(shape, -0.0, device="cuda").bfloat16() for name, shape in gradients.shapes.items()}
     for tensor in before.values():
         tensor[1, 0, 0] = NAN
@@ -142,8 +68,8 @@ def test_accumulating_nothing_changes_nothing():
         assert after[name][[0, 2]].isfinite().all()
 
 
-def test_accumulating_rounds_once():
-    gradients = Gradients([64], 64, 64)
+def test_accumulating_rounds_once(kernels):
+    gradients = Gradients([64], 64, 64, kernels=kernels)
     for tensor in gradients.inputs.values():
         tensor.zero_()
         tensor[:2] = 1
@@ -159,8 +85,8 @@ def test_accumulating_rounds_once():
 
 @pytest.mark.parametrize("rows_per_expert, dim, hidden_dim", [([300, 0, 1, 700], 512, 256), ([90, 400], 320, 192)])
 @pytest.mark.parametrize("accumulates", [False, True])
-def test_bitwise_equal_on_any_number_of_sms(rows_per_expert, dim, hidden_dim, accumulates):
-    gradients = Gradients(rows_per_expert, dim, hidden_dim)
+def test_bitwise_equal_on_any_number_of_sms(rows_per_expert, dim, hidden_dim, accumulates, kernels):
+    gradients = Gradients(rows_per_expert, dim, hidden_dim, kernels=kernels)
     before = None
     if accumulates:
         before = {name: gradients.randn(*shape) for name, shape in gradients.shapes.items()}
@@ -169,29 +95,29 @@ def test_bitwise_equal_on_any_number_of_sms(rows_per_expert, dim, hidden_dim, ac
         assert_equal(gradients.run(before, num_sms=num_sms), expected)
 
 
-def test_random_sizes():
+def test_random_sizes(kernels):
     for seed in range(60):
         torch.manual_seed(seed)
         rows_per_expert = (torch.randint(0, 400, (6,)) * (torch.rand(6) < 0.8)).tolist()
         num_sms = int(torch.randint(1, sm_count() + 1, ()))
-        Gradients(rows_per_expert, 256, 192, seed).check(num_sms=num_sms)
+        Gradients(rows_per_expert, 256, 192, seed, kernels=kernels).check(num_sms=num_sms)
 
 
-def test_captured_in_a_graph():
-    gradients = Gradients([300, 90], 512, 256)
+def test_captured_in_a_graph(kernels):
+    gradients = Gradients([300, 90], 512, 256, kernels=kernels)
     expected = gradients.run()
     got = {name: torch.full_like(tensor, NAN) for name, tensor in expected.items()}
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         gradients.counters.queue.zero_()
-        weight_gradients(gradients.plan, gradients.counters, **gradients.inputs, **got)
+        gradients.weight_gradients(gradients.plan, gradients.counters, **gradients.inputs, **got)
     for _ in range(2):
         graph.replay()
         assert_equal(got, expected)
 
 
-def test_arguments_are_checked():
-    gradients = Gradients([100, 30], 256, 128)
+def test_arguments_are_checked(kernels):
+    gradients = Gradients([100, 30], 256, 128, kernels=kernels)
     with pytest.raises(ValueError, match="weight_gradients: num_sms = 0"):
         gradients.run(num_sms=0)
     good = dict(gradients.inputs)

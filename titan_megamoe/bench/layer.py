@@ -34,7 +34,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from .. import hopper, mega_moe, WeightCache  # noqa: E402
+from .. import mega_moe, WeightCache  # noqa: E402
+from ..backends import missing_on_this_machine  # noqa: E402
 from .environment import describe_environment  # noqa: E402
 from .workloads import make_routing, WORKLOADS  # noqa: E402
 
@@ -171,6 +172,9 @@ def implementations(shape: Shape, inputs: Inputs, group) -> dict[str, Implementa
     def ours(**options) -> Layer:
         return lambda i: mega_moe(*i.arguments, group=group, **options)
 
+    def on_kernels(**options) -> Implementation:
+        return Implementation(layer=ours(**options), recomputed=ours(**options, is_recomputed=True))
+
     def in_fp8(**options) -> dict:
         return {"precision": "fp8", "weight_cache": WeightCache(), **options}
 
@@ -182,7 +186,7 @@ def implementations(shape: Shape, inputs: Inputs, group) -> dict[str, Implementa
     if importlib.util.find_spec("sonicmoe") and group is None:
         layers["sonicmoe, router included"] = Implementation(layer=sonicmoe_layer(shape))
     layers[REFERENCE] = Implementation(layer=ours(backend="reference"))
-    if hopper.missing_on_this_machine() is None:
+    if missing_on_this_machine("hopper") is None:
         for name, options in {
             HOPPER: {},
             f"{HOPPER}, saved = inputs": {"saved": "inputs"},
@@ -192,8 +196,10 @@ def implementations(shape: Shape, inputs: Inputs, group) -> dict[str, Implementa
             f"{HOPPER} fp8, no weight cache": in_fp8(weight_cache=None),
             f"{HOPPER} fp8_bwd": in_fp8(precision="fp8_bwd"),
         }.items():
-            options["backend"] = "hopper"
-            layers[name] = Implementation(layer=ours(**options), recomputed=ours(**options, is_recomputed=True))
+            layers[name] = on_kernels(backend="hopper", **options)
+    if missing_on_this_machine("triton") is None:
+        layers[TRITON] = on_kernels(backend="triton")
+        layers[f"{TRITON}, saved = inputs"] = on_kernels(backend="triton", saved="inputs")
     return layers
 
 
@@ -271,7 +277,9 @@ def measure_ceiling(shape: Shape, rows: int, timing: Timing) -> float:
     return 4.0 * rows * shape.dim * shape.hidden_dim / milliseconds / 1e9
 
 
-HOPPER, REFERENCE = "mega_moe hopper", "mega_moe reference"
+HOPPER, TRITON, REFERENCE = "mega_moe hopper", "mega_moe triton", "mega_moe reference"
+BACKENDS = {HOPPER: "hopper", TRITON: "triton"}
+"""Rows whose stages are measured, too."""
 
 FORWARD_STAGES = {
     "plan": ("publish_kernel", "count_kernel", "scan_kernel", "place_kernel"),
@@ -287,15 +295,15 @@ BACKWARD_STAGES = {
 }
 
 
-def measure_stages(inputs: Inputs, group, repeats: int) -> dict[str, float]:
-    """Milliseconds on the GPU of the stages on kernels: the sum of their kernels' times in a profile."""
+def measure_stages(inputs: Inputs, group, repeats: int, backend: str) -> dict[str, float]:
+    """Milliseconds on the GPU of the stages of a backend on kernels: the sum of their kernels' times in a profile."""
 
     def forward_and_backward() -> None:
-        mega_moe(*inputs.arguments, group=group, backend="hopper").backward(inputs.dout_TD)
+        mega_moe(*inputs.arguments, group=group, backend=backend).backward(inputs.dout_TD)
         inputs.clear_gradients()
 
     with torch.no_grad():
-        forward = profile_kernels(lambda: mega_moe(*inputs.arguments, group=group, backend="hopper"), repeats)
+        forward = profile_kernels(lambda: mega_moe(*inputs.arguments, group=group, backend=backend), repeats)
     both = profile_kernels(forward_and_backward, repeats)
     backward = {kernel: milliseconds - forward.get(kernel, 0.0) for kernel, milliseconds in both.items()}
     return {
@@ -413,8 +421,8 @@ def main() -> None:
         torch.cuda.reset_peak_memory_stats()
         try:
             report["results"][name] = measure(implementation, inputs, timing)
-            if name == HOPPER:
-                report["results"][name]["stages"] = measure_stages(inputs, group, arguments.repeats)
+            if name in BACKENDS:
+                report["results"][name]["stages"] = measure_stages(inputs, group, arguments.repeats, BACKENDS[name])
         except Exception as error:  # a row that says why, not a crash
             report["results"][name] = {"error": f"{type(error).__name__}: {error}"}
         if rank == 0:

@@ -360,7 +360,8 @@ def check_version(name: str, installed: str | None, *, tested=None, described: s
 def find_versions() -> tuple[Finding, ...]:
     import torch
 
-    from .. import __version__, hopper
+    from .. import __version__
+    from ..backends import no_kernels_on_this_machine
 
     torch_range, torchtitan_range = tested_ranges()
     return (
@@ -369,7 +370,7 @@ def find_versions() -> tuple[Finding, ...]:
         check_version("torch", torch.__version__, **torch_range),
         check_version("torchtitan", installed_version("torchtitan"), **torchtitan_range),
         check_version("torchao", installed_version("torchao"), tested=declared_range("torchao")),
-        check_triton(installed_version("triton"), hopper.missing_on_this_machine(), declared_range("triton")),
+        check_triton(installed_version("triton"), no_kernels_on_this_machine(), declared_range("triton")),
     )
 
 
@@ -394,16 +395,14 @@ def tested_ranges() -> tuple[dict, dict]:
 
 
 def check_triton(installed: str | None, kernels_missing: str | None, declared) -> Finding:
-    """``kernels_missing``: why the kernels cannot run here (``hopper.missing_on_this_machine``), which may be Triton's doing."""
+    """``kernels_missing``: why the kernels cannot run here (``backends.no_kernels_on_this_machine``), which may be Triton's doing."""
     if kernels_missing and "Triton" in kernels_missing:
         return Finding(
             name="triton", found=installed or "nothing", status="missing", note=f"For the kernels, {kernels_missing}"
         )
     if kernels_missing:
         status = "ok" if installed else "absent"
-        return Finding(
-            name="triton", found=installed or "nothing", status=status, note="Only the kernels for Hopper GPUs need it."
-        )
+        return Finding(name="triton", found=installed or "nothing", status=status, note="Only the kernels need it.")
     return check_version("triton", installed, tested=declared)
 
 

@@ -32,12 +32,12 @@ class DispatchSection:
     memory, one more pull and gate/up GEMM). Under full activation checkpointing it makes no difference to peak memory
     beyond one layer."""
 
-    backend: Literal["auto", "reference", "hopper"] = "auto"
-    """Implementation of 'mega_moe': plain PyTorch ('reference'), the fused kernels for H100 and H200 ('hopper'), or the best
-    one for this machine ('auto', logged)."""
+    backend: Literal["auto", "reference", "hopper", "triton"] = "auto"
+    """Implementation of 'mega_moe': plain PyTorch ('reference'), the fused kernels for H100 and H200 ('hopper'), the portable ones
+    for other NVIDIA and AMD GPUs ('triton', bf16 only), or the best one for this machine ('auto', logged)."""
 
     capacity: float | None = None
-    """Memory for the rows that a rank's experts receive, with backend 'hopper'. Unset: exactly what each call needs, for
+    """Memory for the rows that a rank's experts receive, with a backend on kernels. Unset: exactly what each call needs, for
     which the host waits once per layer. A number: that many times an even share, of static size; a step that would need
     more stops with an error that names the capacity that would have sufficed."""
 

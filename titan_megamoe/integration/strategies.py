@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
-from .. import hopper
+from ..backends import KERNEL_BACKENDS, missing_on_this_machine, unsupported_precision
 from ..config.sections import DispatchSection
 from ..ops import check_precision
 
@@ -88,10 +88,13 @@ def _missing_for_mega_moe(config) -> str | None:
             "model.converters and set model.moe.dispatch.precision."
         )
     dispatch: DispatchSection = config.model.moe.dispatch
-    no_kernels = hopper.missing_on_this_machine()
-    if dispatch.precision != "bf16" and dispatch.backend != "reference" and no_kernels:
-        return f"for precision = '{dispatch.precision}', {no_kernels}"
-    uses_symmetric_memory = dispatch.backend != "reference" and no_kernels is None
+    # FP8 runs on one backend's kernels only; 'auto' never emulates it.
+    backends = KERNEL_BACKENDS if dispatch.backend == "auto" else (dispatch.backend,)
+    if dispatch.precision != "bf16" and dispatch.backend != "reference":
+        missing = unsupported_precision(backends[0], dispatch.precision) or missing_on_this_machine(backends[0])
+        if missing:
+            return f"for precision = '{dispatch.precision}', {missing}"
+    uses_symmetric_memory = any(name in KERNEL_BACKENDS and missing_on_this_machine(name) is None for name in backends)
     if uses_symmetric_memory and config.parallelism.expert_parallel_degree > 1:
         return _unreachable_peer(config)
     return None
@@ -134,7 +137,7 @@ STRATEGIES = {
         Strategy(
             name="mega_moe",
             summary="ours: dispatch, expert GEMMs and combine as one operator",
-            needs="nothing; EP = 1 works. Fused on Hopper GPUs with peer access, plain PyTorch elsewhere",
+            needs="nothing; EP = 1 works. Fused on GPUs with peer access (see docs/kernels.md), plain PyTorch elsewhere",
             moe_comm_backend="standard",
             find_missing=_missing_for_mega_moe,
         ),

@@ -19,13 +19,13 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import globaltimer
 
 from ..quantize import FP8
 from ..symmetric import SymmetricWorkspace
 from . import plan_tables
 from .plan_tables import num_blocks, PHASE_ALL_SENT, PHASE_PUBLISHED
 from .quantize import quantize_rows
+from .waiting import clock_ns, record_fault
 
 _FAULT_DEADLINE = tl.constexpr(plan_tables.FAULT_DEADLINE)
 _FAULT_BAD_ID = tl.constexpr(plan_tables.FAULT_BAD_ID)
@@ -323,11 +323,11 @@ def publish_kernel(
         # int32 is what the record holds: an id beyond it is shown as the nearest one.
         shown = tl.minimum(tl.maximum(expert, -2147483648), 2147483647).to(tl.int32)
         have = tl.sum(tl.where(route == worst, shown, 0), axis=0)
-        _record_fault(fault, _FAULT_BAD_ID, rank, _KERNEL_PUBLISH, 0, worst, have, NUM_EXPERTS)
+        record_fault(fault, _FAULT_BAD_ID, rank, _KERNEL_PUBLISH, 0, worst, have, NUM_EXPERTS)
     is_bad = is_route & ~(tl.abs(score) < float("inf"))  # so that NaN is bad, too
     if tl.max(is_bad.to(tl.int32), axis=0) != 0:
         worst = tl.min(tl.where(is_bad, route, num_tokens * TOP_K), axis=0)
-        _record_fault(fault, _FAULT_BAD_SCORE, rank, _KERNEL_PUBLISH, 0, worst, 0, 0)
+        record_fault(fault, _FAULT_BAD_SCORE, rank, _KERNEL_PUBLISH, 0, worst, 0, 0)
 
     if COPY_X:
         first = first_token.to(tl.int64) * DIM
@@ -365,10 +365,10 @@ def handshake_kernel(
         mine_P = flags + PHASE * EP_SIZE + peer_P
         # After a fault there is nothing to wait for: a step's remaining layers must not sit out a deadline each.
         if _must_wait(mine_P, is_peer_P, want) & (not has_faulted):
-            begin = globaltimer()
+            begin = clock_ns()
             must_wait = deadline_ns > 0
             while must_wait:
-                must_wait = _must_wait(mine_P, is_peer_P, want) & (globaltimer() - begin < deadline_ns)
+                must_wait = _must_wait(mine_P, is_peer_P, want) & (clock_ns() - begin < deadline_ns)
         have_P = _read_flags(mine_P, is_peer_P, want)
         is_missing_P = have_P < want
         if tl.max(is_missing_P.to(tl.int32), axis=0) != 0:
@@ -378,7 +378,7 @@ def handshake_kernel(
             named = tl.min(tl.where(is_named_P, peer_P, BLOCK_P), axis=0)
             have = tl.sum(tl.where(peer_P == named, have_P, 0), axis=0)
             code = tl.where(any_stopped, _FAULT_PEER, _FAULT_DEADLINE)
-            _record_fault(fault, code, rank, _KERNEL_HANDSHAKE, PHASE, named, have, want)
+            record_fault(fault, code, rank, _KERNEL_HANDSHAKE, PHASE, named, have, want)
         tl.store(calls + PHASE, want)
 
 
@@ -393,18 +393,6 @@ def _must_wait(flag_P, is_peer_P, want):
     """Whether a rank has not reached call ``want`` and none has stopped."""
     have_P = _read_flags(flag_P, is_peer_P, want)
     return (tl.min(have_P, axis=0) < want) & (tl.min(have_P, axis=0) != _FAULTED)
-
-
-@triton.jit
-def _record_fault(fault, code, rank, kernel, phase, item, have, want):
-    """Fill in the fault record (``plan_tables.FAULT_FIELDS``), unless it holds an earlier fault."""
-    if tl.atomic_cas(fault, 0, code) == 0:
-        tl.store(fault + 1, rank)
-        tl.store(fault + 2, kernel)
-        tl.store(fault + 3, phase)
-        tl.store(fault + 4, item)
-        tl.store(fault + 5, have)
-        tl.store(fault + 6, want)
 
 
 @triton.jit

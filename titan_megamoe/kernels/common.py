@@ -29,6 +29,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import plan_tables
+from .launch import (  # noqa: F401 (the kernels' modules import them from here)
+    check_sizes,
+    check_tensor,
+    deadline_in_us,
+    DEFAULT_DEADLINE_SECONDS,
+    grid_size,
+    WIDTH_MULTIPLE,
+)
 
 BLOCK_M = gl.constexpr(plan_tables.BLOCK_M)
 """Rows of a tile."""
@@ -36,7 +44,7 @@ BLOCK_M = gl.constexpr(plan_tables.BLOCK_M)
 HALF_M = gl.constexpr(plan_tables.BLOCK_M // 2)
 """Rows of a tile that one consumer warpgroup computes."""
 
-BLOCK_K = gl.constexpr(64)
+BLOCK_K = gl.constexpr(WIDTH_MULTIPLE)
 """Depth of one step of the main loop: 128 bytes of bf16, the widest swizzle of shared memory."""
 
 RING_SLOTS = gl.constexpr(2)
@@ -53,18 +61,7 @@ thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
-DEFAULT_DEADLINE_SECONDS = 10.0
-"""How long a role waits for another one of the same kernel; they differ by microseconds."""
-
-_MAX_DEADLINE_SECONDS = 2000.0
-
-
 # ---- launching
-
-
-@functools.cache
-def sm_count(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def tile_descriptor(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -75,46 +72,6 @@ def tile_descriptor(matrix: torch.Tensor, rows: int, columns: int) -> TensorDesc
 @functools.cache  # built for every operand of every launch otherwise, which is a good part of a launch's time
 def _tile_layout(rows: int, columns: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
-
-
-def check_tensor(kernel: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Raise ValueError unless ``tensor`` is as the kernel reads it: contiguous, of that shape and dtype."""
-    if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
-        layout = "contiguous" if tensor.is_contiguous() else f"strides {tensor.stride()}"
-        raise ValueError(
-            f"{kernel}: {name} is {tuple(tensor.shape)} {tensor.dtype}, {layout}; expected {shape} {dtype}, contiguous."
-        )
-
-
-def check_sizes(kernel: str, num_rows: int, dim: int, hidden_dim: int, num_experts: int, top_k: int) -> None:
-    for name, size in (("D", dim), ("F", hidden_dim)):
-        if size % BLOCK_K.value:
-            raise ValueError(f"{kernel}: {name} = {size} is not a multiple of {BLOCK_K.value}. Pad the model's.")
-    if num_rows % BLOCK_M.value:
-        raise ValueError(f"{kernel}: R = {num_rows} rows; the pool's must be a multiple of {BLOCK_M.value}.")
-    if not 1 <= top_k <= plan_tables.MAX_TOP_K:
-        raise ValueError(f"{kernel}: the plan has K = {top_k}; 1 to {plan_tables.MAX_TOP_K} routes are supported.")
-    if not 1 <= num_experts < 2**16:
-        raise ValueError(f"{kernel}: {num_experts} local experts; 1 to {2**16 - 1} are supported.")
-
-
-def deadline_in_us(kernel: str, deadline_seconds: float) -> int:
-    if not 0 < deadline_seconds <= _MAX_DEADLINE_SECONDS:
-        raise ValueError(
-            f"{kernel}: deadline_seconds = {deadline_seconds}. Pass more than 0, at most {_MAX_DEADLINE_SECONDS}."
-        )
-    return max(1, int(deadline_seconds * 1e6))
-
-
-def grid_size(kernel: str, num_sms: int | None, device: torch.device) -> int:
-    available = sm_count(device)
-    if num_sms is None:
-        return available
-    if not 1 <= num_sms <= available:
-        raise ValueError(
-            f"{kernel}: num_sms = {num_sms}, but the device has {available}. Pass 1 to {available}, or None for all."
-        )
-    return num_sms
 
 
 @gluon.jit

@@ -294,7 +294,8 @@ class Counters:
         torch.int32,
         lambda s: (16,),
         "next item of: 0 pull list, 1 tiles of pull_gemm, 2 tiles of gemm_push, 3 and 4 send list of the first and second "
-        "pass, 5 tiles of weight_gradients, 6 tiles whose padding is to be zeroed, 7 pull list for score gradients",
+        "pass, 5 tiles of weight_gradients, 6 tiles whose padding is to be zeroed, 7 pull list for score gradients; programs that "
+        "have arrived, in portable kernels: 8 of pull_gemm, 9 of gemm_push",
     )
 
 
