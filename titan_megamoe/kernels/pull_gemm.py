@@ -50,6 +50,7 @@ from .common import (
     load_tile_rows,
     make_pipeline,
     receive_tile,
+    sigmoid,
     skip_steps,
     tile_descriptor,
     unpack_tile,
@@ -243,7 +244,7 @@ def _multiply(
             if SAVE_GATE_UP:
                 _write(gate, gate_desc, out_buf, row, column)
                 _write(up, up_desc, out_buf, row, column)
-            _write(gate / (1.0 + gl.exp(-gate)) * up, h_desc, out_buf, row, column)
+            _write(gate * sigmoid(gate) * up, h_desc, out_buf, row, column)
         else:
             step = skip_steps(stages, step, NUM_STEPS, STAGES)
             finish_tile(ring_empty, count)

@@ -46,6 +46,7 @@ from .common import (
     load_tile_rows,
     make_pipeline,
     receive_tile,
+    sigmoid,
     skip_steps,
     tile_descriptor,
     unpack_tile,
@@ -244,9 +245,7 @@ def quantize_block(x):
     largest_r = gl.zeros_like(amax_r) + _FP8_MAX
     # Rounded as the reference's: values often lie in the middle between two of FP8, and `/` is an approximation.
     scaled = x * gl.div_rn(largest_r, amax_r)[:, None]
-    limit = gl.zeros_like(scaled) + _FP8_MAX
-    # Rounding may leave the largest value just above 448; NaN must stay.
-    scaled = gl.where(scaled > limit, limit, gl.where(scaled < -limit, -limit, scaled))
+    # Rounding may leave the largest value just above 448: the conversion saturates, and keeps NaN.
     return scaled.to(gl.float8e4nv), gl.div_rn(amax_r, largest_r)
 
 
@@ -311,7 +310,7 @@ def _multiply(
             if SAVE_GATE_UP:
                 _write_in_parts(gate, gate_desc, out_bufs.index(HALF), row, column)
                 _write_in_parts(up, up_desc, out_bufs.index(HALF), row, column)
-            h = gate / (1.0 + gl.exp(-gate)) * up
+            h = gate * sigmoid(gate) * up
             values, scale_r = quantize_block(h)
             _write(values, h_desc, h_bufs.index(HALF), row, column)
             to_r = h_scales_bR + n.to(gl.int64) * num_rows + m * BLOCK_M + row_in_tile_r

@@ -172,8 +172,8 @@ def _inverse(amax):
 
 @triton.jit
 def _to_fp8(x, inverse):
-    # Rounding may leave the largest value just above 448; NaN must stay.
-    return tl.clamp(x * inverse, -_FP8_MAX, _FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+    # Rounding may leave the largest value just above 448: the conversion saturates, and keeps NaN.
+    return (x * inverse).to(tl.float8e4nv)
 
 
 @triton.jit

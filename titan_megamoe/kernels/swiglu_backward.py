@@ -26,6 +26,7 @@ from .common import (
     finish_tile,
     HALF_M,
     receive_tile,
+    sigmoid,
     thread_barrier,
     unpack_tile,
 )
@@ -122,7 +123,7 @@ def go_back_through_swiglu(
     """Epilogue: dgate, dup, scaled_h and the score gradient's part of each tile, one half of its rows after the other."""
     g_bufs, g_full, g_empty = products
     dgate_desc, dup_desc, scaled_h_desc, bufs, full, empty = outputs
-    row_scores_R, dscore_parts_NR, num_rows = scores
+    _, _, num_rows = scores
     ring, ring_full, ring_empty = tiles
     PARTS: gl.constexpr = BLOCK_N // PART_N
     CHUNKS: gl.constexpr = HALF_M // _ROWS
@@ -130,7 +131,6 @@ def go_back_through_swiglu(
     # The same memory, _ROWS rows at a time: swizzling repeats every 8 rows.
     chunks = bufs._reinterpret(gl.bfloat16, [bufs.shape[0] * CHUNKS, _ROWS, PART_N], bufs.layout)
     g_chunks = g_bufs._reinterpret(gl.bfloat16, [g_bufs.shape[0] * CHUNKS, _ROWS, PART_N], g_bufs.layout)
-    row_in_chunk_r = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, layout))
     count = 0
     upper_count = 0  # of tiles that have rows in the second half
     tile = receive_tile(ring, ring_full, count)
@@ -142,19 +142,11 @@ def go_back_through_swiglu(
                 num_before = gl.where(half == 0, count, upper_count)
                 mbarrier.wait(full.index(half), num_before & 1)
                 mbarrier.wait(g_full.index(half), num_before & 1)
-                for chunk in range(CHUNKS):
-                    row_in_tile_r = half * HALF_M + chunk * _ROWS + row_in_chunk_r
-                    row_r = m * BLOCK_M + row_in_tile_r
-                    is_row_r = row_in_tile_r < rows
-                    # Another SM wrote them during this kernel: not through this SM's own cache.
-                    score_r = gl.load(row_scores_R + row_r, mask=is_row_r, other=0.0, cache_modifier=".cg")
-                    dscore_r = gl.zeros([_ROWS], gl.float32, gl.SliceLayout(1, layout))
-                    for part in gl.static_range(PARTS):
-                        gate_buf = chunks.index(((half * PARTS + part) * 2 + _GATE) * CHUNKS + chunk)
-                        up_buf = chunks.index(((half * PARTS + part) * 2 + _UP) * CHUNKS + chunk)
-                        g_buf = g_chunks.index((half * PARTS + part) * CHUNKS + chunk)
-                        dscore_r += _replace(g_buf, gate_buf, up_buf, score_r, is_row_r, layout)
-                    gl.store(dscore_parts_NR + n.to(gl.int64) * num_rows + row_r, dscore_r, mask=is_row_r)
+                # Most tiles have no padding, and are spared its masks.
+                if rows >= (half + 1) * HALF_M:
+                    _replace_half(g_chunks, chunks, scores, half, m, n, rows, PARTS, layout, False)
+                else:
+                    _replace_half(g_chunks, chunks, scores, half, m, n, rows, PARTS, layout, True)
                 # Of what all threads wrote, before one thread has the copy engine read it.
                 fence_async_shared()
                 thread_barrier()
@@ -175,6 +167,37 @@ def go_back_through_swiglu(
             upper_count += 1
         count += 1
         tile = receive_tile(ring, ring_full, count)
+
+
+@gluon.jit
+def _replace_half(
+    g_chunks,
+    chunks,
+    scores,
+    half,
+    m,
+    n,
+    rows,
+    PARTS: gl.constexpr,
+    layout: gl.constexpr,
+    HAS_PADDING: gl.constexpr,
+):
+    """Half of a tile's rows, chunk by chunk."""
+    row_scores_R, dscore_parts_NR, num_rows = scores
+    CHUNKS: gl.constexpr = HALF_M // _ROWS
+    for chunk in range(CHUNKS):
+        row_in_tile_r = half * HALF_M + chunk * _ROWS + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, layout))
+        row_r = m * BLOCK_M + row_in_tile_r
+        is_row_r = row_in_tile_r < rows
+        # Another SM wrote them during this kernel: not through this SM's own cache.
+        score_r = gl.load(row_scores_R + row_r, mask=is_row_r, other=0.0, cache_modifier=".cg")
+        dscore_r = gl.zeros([_ROWS], gl.float32, gl.SliceLayout(1, layout))
+        for part in gl.static_range(PARTS):
+            gate_buf = chunks.index(((half * PARTS + part) * 2 + _GATE) * CHUNKS + chunk)
+            up_buf = chunks.index(((half * PARTS + part) * 2 + _UP) * CHUNKS + chunk)
+            g_buf = g_chunks.index((half * PARTS + part) * CHUNKS + chunk)
+            dscore_r += _replace(g_buf, gate_buf, up_buf, score_r, is_row_r, layout, HAS_PADDING)
+        gl.store(dscore_parts_NR + n.to(gl.int64) * num_rows + row_r, dscore_r, mask=is_row_r)
 
 
 @gluon.jit
@@ -203,20 +226,27 @@ def _quantize_half(quantized, g_bufs, chunks, half, m, n, rows, num_rows, layout
 
 
 @gluon.jit
-def _replace(g_buf, gate_buf, up_buf, score_r, is_row_r, layout: gl.constexpr):
+def _replace(g_buf, gate_buf, up_buf, score_r, is_row_r, layout: gl.constexpr, HAS_PADDING: gl.constexpr):
     """Put scaled_h, dgate and dup where g, gate and up are. Returns their part of the score gradient."""
     gate = gate_buf.load(layout).to(gl.float32)
     up = up_buf.load(layout).to(gl.float32)
     g = g_buf.load(layout).to(gl.float32)
-    sigmoid = 1.0 / (1.0 + gl.exp(-gate))
-    silu = gate * sigmoid
-    dscore_r = gl.sum(g * silu * up, axis=1)
-    # Padding is written as zeros (the weight gradients read it), whatever its g, gate and up are.
-    is_row = is_row_r[:, None]
+    sigma = sigmoid(gate)
+    silu = gate * sigma
+    a = silu * up
+    dscore_r = gl.sum(g * a, axis=1)
     score = score_r[:, None]
     g *= score
-    dgate = g * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    g_buf.store(gl.where(is_row, score * silu * up, 0.0).to(gl.bfloat16))
-    gate_buf.store(gl.where(is_row, dgate, 0.0).to(gl.bfloat16))
-    up_buf.store(gl.where(is_row, g * silu, 0.0).to(gl.bfloat16))
+    scaled_h = score * a
+    dup = g * silu
+    dgate = g * up * (sigma + silu * (1.0 - sigma))
+    if HAS_PADDING:
+        # It is written as zeros (the weight gradients read it), whatever its g, gate and up are.
+        is_row = is_row_r[:, None]
+        scaled_h = gl.where(is_row, scaled_h, 0.0)
+        dup = gl.where(is_row, dup, 0.0)
+        dgate = gl.where(is_row, dgate, 0.0)
+    g_buf.store(scaled_h.to(gl.bfloat16))
+    gate_buf.store(dgate.to(gl.bfloat16))
+    up_buf.store(dup.to(gl.bfloat16))
     return dscore_r
