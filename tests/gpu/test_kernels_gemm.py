@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
 from tests.kernel_layer import GRADIENT_TOLERANCE, GRADIENTS, Layer, NAN, relative_error, TOLERANCE
+from titan_megamoe.backends import missing_on_this_machine
 from titan_megamoe.kernels import plan_tables
 from titan_megamoe.kernels.plan_tables import BackwardRows, KernelFault
 from titan_megamoe.kernels.tuning import (
@@ -20,6 +21,9 @@ from titan_megamoe.kernels.tuning import (
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
+needs_hopper = pytest.mark.skipif(
+    missing_on_this_machine("hopper") is not None, reason=str(missing_on_this_machine("hopper"))
+)
 
 
 SIZES = pytest.mark.parametrize(
@@ -96,6 +100,7 @@ def test_bitwise_equal_on_any_number_of_sms(tokens_per_rank, kernels):
             assert torch.equal(got, expected), (num_sms, name)
 
 
+@needs_hopper
 @pytest.mark.parametrize("comm_warps", [1, 2, 3])
 @pytest.mark.parametrize("ep_size", [1, 3])
 def test_any_number_of_communication_warps(ep_size, comm_warps):

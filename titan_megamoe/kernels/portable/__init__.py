@@ -7,7 +7,8 @@ an SM:
 
     pull_gemm, pull_gemm_backward   movers copy rows into the pool, until there are no more; then they multiply, too
                                     the others claim tiles, wait until the tile's rows are there, multiply
-    gemm_push, gemm_push_backward   movers add up and send tokens, each once the tiles of its rows are done
+    gemm_push, gemm_push_backward   movers add up and send tokens, each once the tiles of its rows are done (and multiply at first,
+                                    while hardly a token is complete)
                                     the others multiply; when there are no more tiles, they send, too
 
 **Roles go by arrival, and first comes what others wait for.** A program takes a ticket from an atomic queue when it starts. The

@@ -1,9 +1,10 @@
 """What the portable kernels share: claims, waits with a deadline, the order of memory.
 
 **Order of memory.** Who has written something that another program waits for stores it, passes a barrier (so that all threads
-of the program have: :func:`finish_stores`), and adds to a counter with release semantics at the GPU's scope. Who waits reads the counter with acquire
-semantics, passes a barrier (so that all threads come after the one that read), and loads. What was written by another program during
-the same launch is loaded past the SM's own cache (``.cg``). Between ranks nothing is ordered here: handshakes come before and after.
+of the program have: :func:`finish_stores`), and adds to a counter with release semantics at the GPU's scope. Who waits reads the
+counter with acquire semantics, passes a barrier (so that all threads come after the one that read), and loads. What was written by
+another program during the same launch is loaded past the SM's own cache (``.cg``). Between ranks nothing is ordered here: handshakes
+come before and after.
 
 **Deadlines.** All threads of a program must leave a wait at the same time, for there are barriers in it, and each sees a clock of
 its own. So a wait counts its looks at the counter, which is the same number for all threads, and pauses a microsecond by the clock

@@ -234,6 +234,7 @@ def gemm_push_constants(
         "BLOCK_N": tuning.block_n,
         "BLOCK_K": BLOCK_K,
         "FIRST_TILES": dim // tuning.block_n - tuning.last_tiles,
+        "MOVERS_MULTIPLY": tuning.movers_multiply,
         "TOKENS": tuning.tokens,
         "ROUTES": tuning.routes,
         "COLUMNS": tuning.columns,
@@ -280,6 +281,7 @@ def gemm_push_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     FIRST_TILES: tl.constexpr,
+    MOVERS_MULTIPLY: tl.constexpr,
     TOKENS: tl.constexpr,
     ROUTES: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -292,12 +294,15 @@ def gemm_push_kernel(
     score_gradients = (dscore_parts_NR, num_rows, score_outputs)
     faults = (fault, rank, deadline_us)
     sent = (sizes, tables, y_RD, done_M, destinations, score_gradients, queue, faults)
-    if arrive_to_push(queue) < num_multipliers:
-        operands = (a_RF, b_weights, next_a_RF, next_b_weights)
-        planned = (sizes, expert_start_e1, tile_expert_M)
-        _multiply_tiles(
-            operands, planned, y_RD, done_M, queue, DIM, HIDDEN, EP_SIZE, BLOCK_N, BLOCK_K, FIRST_TILES, BACKWARD
-        )
+    operands = (a_RF, b_weights, next_a_RF, next_b_weights)
+    planned = (sizes, expert_start_e1, tile_expert_M)
+    num_row_tiles = tl.load(sizes)
+    until = num_row_tiles * TILES_N
+    if arrive_to_push(queue) >= num_multipliers:
+        until = num_row_tiles * (FIRST_TILES * MOVERS_MULTIPLY) // 100
+    _multiply_tiles(
+        operands, planned, y_RD, done_M, queue, until, DIM, HIDDEN, EP_SIZE, BLOCK_N, BLOCK_K, FIRST_TILES, BACKWARD
+    )
     if BACKWARD:
         send_score_gradients(sent, TOP_K, EP_SIZE, SCORE_PARTS)
     KERNEL: tl.constexpr = _BACKWARD_KERNEL if BACKWARD else _FORWARD_KERNEL
@@ -311,6 +316,7 @@ def _multiply_tiles(
     y_RD,
     done_M,
     queue,
+    until,
     DIM: tl.constexpr,
     HIDDEN: tl.constexpr,
     EP_SIZE: tl.constexpr,
@@ -319,7 +325,7 @@ def _multiply_tiles(
     FIRST_TILES: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
-    """Multiply tiles until there are no more: all of the first pass, then all of the second. Waits for nobody."""
+    """Multiply tiles, all of the first pass, then all of the second, until the ``until``-th has been claimed. Waits for nobody."""
     a_RF, b_weights, next_a_RF, next_b_weights = operands
     sizes, expert_start_e1, tile_expert_M = planned
     TILES_N: tl.constexpr = DIM // BLOCK_N
@@ -327,7 +333,9 @@ def _multiply_tiles(
     y_offsets = matrix_offsets(BLOCK_M, BLOCK_N, DIM)
     num_tiles = tl.load(sizes) * TILES_N
     first_pass = tl.load(sizes) * FIRST_TILES
-    index = claim_tile(queue)
+    index = num_tiles
+    if until > 0:
+        index = claim_tile(queue)
     while index < num_tiles:
         row_tile = index // FIRST_TILES
         n = index % FIRST_TILES
@@ -350,4 +358,7 @@ def _multiply_tiles(
             y = multiply_along(y, a, b, HIDDEN, BLOCK_N, BLOCK_K)
         tl.store(row_of(y_RD, row, DIM) + column + y_offsets, y.to(tl.bfloat16))
         count_done(done_M, m, n, FIRST_TILES)
-        index = claim_tile(queue)
+        if index < until:
+            index = claim_tile(queue)
+        else:  # what is claimed is always multiplied, also beyond
+            index = num_tiles

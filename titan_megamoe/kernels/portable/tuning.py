@@ -38,6 +38,9 @@ class PortableTuning:
     last_tiles: int = 0
     """gemm_push: how many of the D / block_n column tiles are computed in a second pass over the rows; 0: one pass."""
 
+    movers_multiply: int = 0
+    """gemm_push: percentage of the first pass's tiles until which movers multiply, too, since hardly a token is complete."""
+
     def num_movers(self, num_programs: int) -> int:
         return max(1, num_programs // self.programs_per_mover)
 
@@ -130,6 +133,10 @@ _PULL_ELEMENTS, _PULL_BACKWARD_ELEMENTS = 32768, 16384
 """Of the tokens that a mover holds in registers: a quarter of those of 8 warps. The more, the better, for what it has to wait for is the
 same for one token as for many; but pull_gemm_backward would spill."""
 
+_COMPLETE = 0.05
+"""Share of the tokens that must be complete for a mover of gemm_push to have something to do. Of tokens with r routes each to any of
+the experts, a share of f^r is complete when a share f of the experts is."""
+
 _SEND_ELEMENTS = 4096
 """Of the sums that a mover of gemm_push holds, in fp32, beside ``routes`` times as many values of bf16."""
 
@@ -175,6 +182,7 @@ def tune_gemm_push(kind: str, dim: int, *, top_k: int, ep_size: int) -> Portable
         tokens=min(16, _SEND_ELEMENTS // columns),
         columns=columns,
         routes=min(8, _next_power_of_2(round(local_routes))),
+        movers_multiply=int(100 * _COMPLETE ** (1 / local_routes)),
         # As in the Hopper kernel: tokens with many routes here are complete only near the end of a pass.
         last_tiles=dim // block_n // 2 if local_routes > 3 else 0,
     )
