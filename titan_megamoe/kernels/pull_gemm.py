@@ -243,8 +243,10 @@ def _multiply(
             column = n * BLOCK_N
             if SAVE_GATE_UP:
                 _write(gate, gate_desc, out_buf, row, column)
+            h = (gate * sigmoid(gate) * up).to(gl.bfloat16)  # while gate leaves the buffer
+            if SAVE_GATE_UP:
                 _write(up, up_desc, out_buf, row, column)
-            _write(gate * sigmoid(gate) * up, h_desc, out_buf, row, column)
+            _write(h, h_desc, out_buf, row, column)
         else:
             step = skip_steps(stages, step, NUM_STEPS, STAGES)
             finish_tile(ring_empty, count)

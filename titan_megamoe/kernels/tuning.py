@@ -26,7 +26,7 @@ class PullGemmTuning:
     """Tokens of a communication item."""
     columns: int
     """Columns of a token that a communication warp holds in registers at a time: a power of two."""
-    registers: tuple[int, int, int] = (184, 96, 40)
+    registers: tuple[int, int, int] = (192, 88, 32)
     """Of a thread of the second consumer, of the communication warps, of producer and scheduler. Multiples of 8; the
     first consumer has what these leave of 512."""
 
@@ -81,7 +81,7 @@ def tune_pull_gemm(dim: int, hidden_dim: int) -> PullGemmTuning:
     return PullGemmTuning(
         block_n=block_n,
         stages=PULL_GEMM_STAGES[block_n],
-        columns=min(2048, _next_power_of_2(dim)),
+        columns=min(2048 if dim <= 4096 else 1024, _next_power_of_2(dim)),  # in more than two goes, 2048 would spill
     )
 
 
