@@ -16,11 +16,12 @@ EXECUTED_BY = {
     r"\./run_tests\.sh$": ".ci/run",
     r"\./run_tests\.sh --poison ": "tests/test_poison.py",
     r"python -m titan_megamoe\.bench\.soak ": "tests/test_soak.py::test_a_killed_run_resumes_from_the_last_complete_checkpoint",
-    r"torchrun --nproc_per_node=\d+ -m titan_megamoe\.train --config ": "tests/training_worker.py",
+    r"torchrun --nproc_per_node=\d+ -m titan_megamoe\.train --config ": "tests/test_end_to_end.py::test_run_script_trains_and_a_second_call_resumes",
     r"torchrun .* -m torchtitan\.train .*overrides\.mega_moe": "tests/test_end_to_end.py::test_stock_torchtitan_runs_our_override",
     r"(\./)?titan-megamoe compare ": "tests/test_compare.py::test_end_to_end",
     r"(\./)?titan-megamoe doctor": "tests/test_doctor.py",
-    r"(\./)?titan-megamoe plan ": "tests/test_plan_command.py",
+    r"\./titan-megamoe plan ": "tests/test_end_to_end.py::test_the_command_from_a_checkout",
+    r"titan-megamoe plan ": "tests/test_plan_command.py",
     r"pip install -e \.": ".ci/run",  # by scripts/environment.sh
 }
 """What commands look like, and the test that runs them: with the same words, but fewer steps and other folders."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -18,13 +19,16 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("end_to_end")
 
 
+def run_script(*command: str, **variables: str) -> subprocess.CompletedProcess:
+    """A script of the repository, in this environment."""
+    environment = {**os.environ, "USE_ENV": "1", "OMP_NUM_THREADS": "1", **variables}
+    environment["PATH"] = f"{os.path.dirname(sys.executable)}:{environment['PATH']}"
+    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
+
+
 def run_train(assets, folder, *extra: str) -> subprocess.CompletedProcess:
     paths = ["--hf_assets_path", str(assets), "--dataloader.dataset_path", str(assets), "--dump_folder", str(folder)]
-    environment = {**os.environ, "USE_ENV": "1", "NGPU": "2", "CONFIG_FILE": DEBUG_CONFIG, "OMP_NUM_THREADS": "1"}
-    environment["PATH"] = f"{os.path.dirname(sys.executable)}:{environment['PATH']}"
-    return subprocess.run(
-        ["./run_train.sh", *paths, *extra], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300
-    )
+    return run_script("./run_train.sh", *paths, *extra, NGPU="2", CONFIG_FILE=DEBUG_CONFIG)
 
 
 def steps_of(result: subprocess.CompletedProcess) -> dict[int, float]:
@@ -49,6 +53,14 @@ def test_run_script_trains_and_a_second_call_resumes(assets, folder):
     second = run_train(assets, folder, "--training.steps", "8", "--lr_scheduler.total_steps", "8")
     assert second.returncode == 0, second.stderr[-3000:]
     assert sorted(steps_of(second)) == [7, 8] and steps_of(second)[8] < losses[6]
+
+
+def test_the_command_from_a_checkout():
+    result = run_script("./titan-megamoe", "plan", "--config", DEBUG_CONFIG, "--precision", "bf16", "--json")
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert json.loads(result.stdout)["config"] == DEBUG_CONFIG
+    assert run_script("./titan-megamoe", "plan", "--config", "no.toml").returncode == 2
+    assert run_script("./titan-megamoe").returncode == 2
 
 
 def test_a_checkpoint_of_another_model_is_refused_in_one_paragraph(assets, folder):
