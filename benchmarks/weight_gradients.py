@@ -186,15 +186,15 @@ class Fp8Gradients:
                 row_scales_Rb = torch.empty(num_rows, width // BLOCK, device="cuda")
                 quantize_rows(rows_RI, values_RI, row_scales_Rb)
                 rows_RI, row_scales_bR = values_RI, row_scales_Rb.T.contiguous()
-            values_IR = torch.empty(width, num_rows, dtype=FP8, device="cuda")
+            values_MIr = torch.empty(num_rows // BLOCK_M, width, BLOCK_M, dtype=FP8, device="cuda")
             scales_MI = torch.empty(num_rows // BLOCK_M, width, device="cuda")
-            self.to_quantize.append((rows_RI, values_IR, scales_MI, row_scales_bR))
-            self.inputs |= {f"{name}_{dim}R": values_IR, f"{name}_scales_M{dim}": scales_MI}
+            self.to_quantize.append((rows_RI, values_MIr, scales_MI, row_scales_bR))
+            self.inputs |= {f"{name}_M{dim}r": values_MIr, f"{name}_scales_M{dim}": scales_MI}
         self.quantize()
 
     def quantize(self) -> None:
-        for rows_RI, values_IR, scales_MI, row_scales_bR in self.to_quantize:
-            quantize_columns(self.tiles, rows_RI, values_IR, scales_MI, row_scales_bR=row_scales_bR)
+        for rows_RI, values_MIr, scales_MI, row_scales_bR in self.to_quantize:
+            quantize_columns(self.tiles, rows_RI, values_MIr, scales_MI, row_scales_bR=row_scales_bR)
 
     def run(self, **kwargs) -> None:
         of = self.bf16
@@ -213,7 +213,7 @@ class Fp8Gradients:
 
         def rows(name: str, dim: str) -> torch.Tensor:
             scales_RI = self.inputs[f"{name}_scales_M{dim}"].repeat_interleave(BLOCK_M, dim=0)
-            return self.inputs[f"{name}_{dim}R"].float().T * scales_RI
+            return self.inputs[f"{name}_M{dim}r"].float().mT.flatten(0, 1) * scales_RI
 
         products = (
             (rows(left, left_dim), rows(right, right_dim), gradient)

@@ -91,15 +91,15 @@ def check_columns(rows_of_experts: list[int], width: int, dtype: torch.dtype, de
             x = x.nan_to_num(0, 0, 0)
         blocks = reference.quantize_rows(x)
         x, row_scales, exact = blocks.values, blocks.scales.T.contiguous(), blocks.dequantize()
-    values = torch.empty(width, num_rows, dtype=reference.FP8, device=device)
+    values = torch.empty(num_rows // 128, width, 128, dtype=reference.FP8, device=device)
     scales = torch.full((num_rows // 128, width), -1.0, device=device)
     quantize.quantize_columns(plan, x, values, scales, row_scales_bR=row_scales)
     for tile, rows in enumerate(tiles):
         start = 128 * tile
         expected = reference._quantize(exact[start : start + rows], (128, 1))
-        assert same_values(values[:, start : start + rows].T, expected.values), tile
+        assert same_values(values[tile, :, :rows].T, expected.values), tile
         assert same_bits(scales[tile], expected.scales[0]), tile
-        padding = values[:, start + rows : start + 128].float()
+        padding = values[tile, :, rows:].float()
         is_finite = scales[tile].isfinite()
         assert not padding[is_finite].any()
     assert bool((scales[len(tiles)] == -1).all())
@@ -159,7 +159,7 @@ if INTERPRETED:
             quantize.quantize_columns(
                 None,
                 torch.zeros(128, 4),
-                torch.empty(4, 128, dtype=reference.FP8),
+                torch.empty(1, 4, 128, dtype=reference.FP8),
                 torch.empty(1, 4),
                 row_scales_bR=scales,
             )
@@ -209,7 +209,7 @@ else:
 
     @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp8e4nv"])
     def test_columns_compile(dtype):
-        pointers = dict(x_RI=dtype, row_scales_bR="fp32", sizes="i32", tile_rows_M="i32", values_IR="fp8e4nv")
+        pointers = dict(x_RI=dtype, row_scales_bR="fp32", sizes="i32", tile_rows_M="i32", values_MIr="fp8e4nv")
         columns, num_warps = quantize._COLUMNS[{"bf16": 2, "fp32": 4, "fp8e4nv": 1}[dtype]]
         constants = dict(HAS_ROW_SCALES=dtype == "fp8e4nv", COLUMNS=columns)
         scalars = dict(num_rows="i32", width="i32")

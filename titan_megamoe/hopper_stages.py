@@ -264,26 +264,26 @@ class Stages:
         row_shape = self.row_shape(rows.dout_RD.shape[0])
         x_scales_bR = kept.pool_scales_bR if row_shape.forward_fp8 else None
         if row_shape.wgrad_fp8:
-            for rows_RI, values_IR, scales_MI, row_scales_bR in (
-                (kept.pool_RD, rows.x_DR, rows.x_scales_MD, x_scales_bR),
-                (rows.dout_RD, rows.dout_DR, rows.dout_scales_MD, rows.dout_scales_bR),
-                (rows.dgate_RF, rows.dgate_FR, rows.dgate_scales_MF, None),
-                (rows.dup_RF, rows.dup_FR, rows.dup_scales_MF, None),
-                (rows.scaled_h_RF, rows.scaled_h_FR, rows.scaled_h_scales_MF, None),
+            for rows_RI, values_MIr, scales_MI, row_scales_bR in (
+                (kept.pool_RD, rows.x_MDr, rows.x_scales_MD, x_scales_bR),
+                (rows.dout_RD, rows.dout_MDr, rows.dout_scales_MD, rows.dout_scales_bR),
+                (rows.dgate_RF, rows.dgate_MFr, rows.dgate_scales_MF, None),
+                (rows.dup_RF, rows.dup_MFr, rows.dup_scales_MF, None),
+                (rows.scaled_h_RF, rows.scaled_h_MFr, rows.scaled_h_scales_MF, None),
             ):
-                quantize_columns(plan, rows_RI, values_IR, scales_MI, row_scales_bR=row_scales_bR)
+                quantize_columns(plan, rows_RI, values_MIr, scales_MI, row_scales_bR=row_scales_bR)
             self._kernels.weight_gradients_fp8(
                 plan,
                 counters,
-                x_DR=rows.x_DR,
+                x_MDr=rows.x_MDr,
                 x_scales_MD=rows.x_scales_MD,
-                dout_DR=rows.dout_DR,
+                dout_MDr=rows.dout_MDr,
                 dout_scales_MD=rows.dout_scales_MD,
-                dgate_FR=rows.dgate_FR,
+                dgate_MFr=rows.dgate_MFr,
                 dgate_scales_MF=rows.dgate_scales_MF,
-                dup_FR=rows.dup_FR,
+                dup_MFr=rows.dup_MFr,
                 dup_scales_MF=rows.dup_scales_MF,
-                scaled_h_FR=rows.scaled_h_FR,
+                scaled_h_MFr=rows.scaled_h_MFr,
                 scaled_h_scales_MF=rows.scaled_h_scales_MF,
                 **to,
             )

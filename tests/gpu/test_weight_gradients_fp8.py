@@ -23,18 +23,18 @@ NAN = float("nan")
 TOLERANCE = 5e-3
 """Of bf16 results with one rounding, 2e-3 at most, from sums of 128 products that the tensor cores add with few bits."""
 
-INPUTS = {"x_DR": "D", "dout_DR": "D", "dgate_FR": "F", "dup_FR": "F", "scaled_h_FR": "F"}
+INPUTS = {"x_MDr": "D", "dout_MDr": "D", "dgate_MFr": "F", "dup_MFr": "F", "scaled_h_MFr": "F"}
 PRODUCTS = {
-    "dw1_EFD": ("dgate_FR", "x_DR"),
-    "dw2_EDF": ("dout_DR", "scaled_h_FR"),
-    "dw3_EFD": ("dup_FR", "x_DR"),
+    "dw1_EFD": ("dgate_MFr", "x_MDr"),
+    "dw2_EDF": ("dout_MDr", "scaled_h_MFr"),
+    "dw3_EFD": ("dup_MFr", "x_MDr"),
 }
 
 
 def scales_name(values_name: str) -> str:
-    """``x_scales_MD`` of ``x_DR``."""
+    """``x_scales_MD`` of ``x_MDr``."""
     name, dims = values_name.rsplit("_", 1)
-    return f"{name}_scales_M{dims[0]}"
+    return f"{name}_scales_{dims[:2]}"
 
 
 class Gradients:
@@ -80,7 +80,7 @@ class Gradients:
     def quantize(self, name: str, rows_RI: torch.Tensor) -> None:
         """Make these rows an input. Its tile that no expert has is NaN."""
         width = rows_RI.shape[1]
-        values = torch.full((width, self.num_rows), NAN, device="cuda").to(FP8)
+        values = torch.full((self.num_rows // BLOCK_M, width, BLOCK_M), NAN, device="cuda").to(FP8)
         scales = torch.full((self.num_rows // BLOCK_M, width), NAN, device="cuda")
         quantize_columns(self.tiles, rows_RI, values, scales)
         self.inputs |= {name: values, scales_name(name): scales}
@@ -89,7 +89,8 @@ class Gradients:
         """fp64, the expert's rows of an input, transposed."""
         start, rows = self.starts[expert], self.rows_per_expert[expert]
         scales = self.inputs[scales_name(name)].double().repeat_interleave(BLOCK_M, dim=0)
-        return self.inputs[name][:, start : start + rows].double() * scales[start : start + rows].T
+        values_IR = self.inputs[name].transpose(0, 1).reshape(-1, self.num_rows)
+        return values_IR[:, start : start + rows].double() * scales[start : start + rows].T
 
     def run(self, before: dict[str, torch.Tensor] | None = None, **kwargs) -> dict[str, torch.Tensor]:
         """All gradients, from poisoned ones or added to those of ``before``."""
@@ -198,11 +199,11 @@ def test_accumulating_rounds_once():
     gradients = Gradients([200], 128, 128)
     for name in INPUTS:
         values = torch.zeros_like(gradients.inputs[name].float())
-        values[:, 0] = values[:, 128] = 1
+        values[:, :, 0] = 1
         gradients.inputs[name] = values.to(FP8)
         gradients.inputs[scales_name(name)].fill_(1)
     # The products' sum, 2^-7 + 2^-15, rounds to 2^-7, and 2 + 2^-7 is a tie that rounds to 2. Rounded once it is more.
-    for name in ("dgate_FR", "dup_FR", "dout_DR"):
+    for name in ("dgate_MFr", "dup_MFr", "dout_MDr"):
         gradients.inputs[scales_name(name)][0] = 2.0**-7
         gradients.inputs[scales_name(name)][1] = 2.0**-15
     before = {name: torch.full(shape, 2.0, device="cuda").bfloat16() for name, shape in gradients.shapes.items()}
@@ -215,7 +216,7 @@ def test_a_nan_is_not_hidden():
     gradients = Gradients([100, 300], 256, 128)
     rows = gradients.rows(128)
     rows[gradients.starts[1] + 170, 5] = NAN
-    gradients.quantize("dgate_FR", rows)
+    gradients.quantize("dgate_MFr", rows)
     got = gradients.run()
     assert got["dw1_EFD"][1, 5].isnan().all()
     got["dw1_EFD"][1, 5] = 0
@@ -270,13 +271,13 @@ def test_arguments_are_checked():
         gradients.inputs = good | {name: tensor.bfloat16()}
         with pytest.raises(ValueError, match=f"weight_gradients_fp8: {name} is"):
             gradients.run()
-        gradients.inputs = good | {name: tensor.T.contiguous().T}
+        gradients.inputs = good | {name: tensor.mT.contiguous().mT}
         with pytest.raises(ValueError, match=f"weight_gradients_fp8: {name} is .* strides"):
             gradients.run()
-    gradients.inputs = good | {name: good[name][:, :100] for name in INPUTS}
-    with pytest.raises(ValueError, match="R = 100 rows"):
+    gradients.inputs = good | {name: good[name][:, :, :100].contiguous() for name in INPUTS}
+    with pytest.raises(ValueError, match="weight_gradients_fp8: x_MDr is"):
         gradients.run()
-    gradients.inputs = good | {name: good[name][:64] for name in ("dgate_FR", "dup_FR", "scaled_h_FR")}
+    gradients.inputs = good | {name: good[name][:, :64] for name in ("dgate_MFr", "dup_MFr", "scaled_h_MFr")}
     shapes = dict(gradients.shapes)
     gradients.shapes = {"dw1_EFD": (2, 64, 256), "dw2_EDF": (2, 256, 64), "dw3_EFD": (2, 64, 256)}
     with pytest.raises(ValueError, match="F = 64 is not a multiple of 128"):

@@ -372,12 +372,12 @@ def _row_scales(of: str, column_dim: str, only_if: Callable[[RowShape], bool]):
 
 
 def _columns(of: str, column_dim: str):
-    """Rows quantised along their columns and transposed, for weight gradients in FP8."""
+    """Rows quantised along their columns, each tile transposed, for weight gradients in FP8."""
 
-    def shape(s: RowShape) -> tuple[int, int]:
-        return getattr(s.layer, column_dim), s.num_rows if s.wgrad_fp8 else 0
+    def shape(s: RowShape) -> tuple[int, int, int]:
+        return s.num_rows // BLOCK_M if s.wgrad_fp8 else 0, getattr(s.layer, column_dim), BLOCK_M
 
-    return buffer(FP8, shape, f"{of}, transposed, for weight gradients in FP8; zeros in padding")
+    return buffer(FP8, shape, f"{of}, each tile transposed, for weight gradients in FP8; zeros in padding")
 
 
 def _column_scales(of: str, column_dim: str):
@@ -467,15 +467,15 @@ class BackwardRows:
         None, "dim", "x of each row back from FP8, for weight gradients in bf16", only_if=lambda s: s.wgrad_from_fp8[0]
     )
     dout_bf16_RD: torch.Tensor = _rows(None, "dim", "dout likewise", only_if=lambda s: s.wgrad_from_fp8[1])  # noqa: N815
-    x_DR: torch.Tensor = _columns("x", "dim")  # noqa: N815
+    x_MDr: torch.Tensor = _columns("x", "dim")  # noqa: N815
     x_scales_MD: torch.Tensor = _column_scales("x", "dim")  # noqa: N815
-    dout_DR: torch.Tensor = _columns("dout", "dim")  # noqa: N815
+    dout_MDr: torch.Tensor = _columns("dout", "dim")  # noqa: N815
     dout_scales_MD: torch.Tensor = _column_scales("dout", "dim")  # noqa: N815
-    dgate_FR: torch.Tensor = _columns("dgate", "hidden_dim")  # noqa: N815
+    dgate_MFr: torch.Tensor = _columns("dgate", "hidden_dim")  # noqa: N815
     dgate_scales_MF: torch.Tensor = _column_scales("dgate", "hidden_dim")  # noqa: N815
-    dup_FR: torch.Tensor = _columns("dup", "hidden_dim")  # noqa: N815
+    dup_MFr: torch.Tensor = _columns("dup", "hidden_dim")  # noqa: N815
     dup_scales_MF: torch.Tensor = _column_scales("dup", "hidden_dim")  # noqa: N815
-    scaled_h_FR: torch.Tensor = _columns("scaled_h", "hidden_dim")  # noqa: N815
+    scaled_h_MFr: torch.Tensor = _columns("scaled_h", "hidden_dim")  # noqa: N815
     scaled_h_scales_MF: torch.Tensor = _column_scales("scaled_h", "hidden_dim")  # noqa: N815
 
 

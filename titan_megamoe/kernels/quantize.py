@@ -3,10 +3,10 @@
     quantize_rows      activations, for products that contract their last dimension
     quantize_weights   weights, both orientations in one pass: 8-bit tensor cores want both factors contiguous along what
                        is contracted, which for a weight is one dimension in forward and the other in backward
-    quantize_columns   rows of the pool, for weight gradients: transposed, so that an expert's rows are contiguous
+    quantize_columns   rows of the pool, for weight gradients: each tile of 128 rows transposed, so that they are contiguous
     dequantize_rows    rows of the pool back in bf16, for weight gradients in bf16
 
-Shape suffixes are those of ``plan_tables.py``; here also I, J any dimension, and b blocks of 128.
+Shape suffixes are those of ``plan_tables.py``; here also I, J any dimension, b blocks of 128, and r the 128 rows of a tile.
 """
 
 from __future__ import annotations
@@ -77,23 +77,24 @@ def quantize_weights(
 def quantize_columns(
     plan: KernelPlan,
     x_RI: torch.Tensor,  # noqa: N803
-    values_IR: torch.Tensor,  # noqa: N803
+    values_MIr: torch.Tensor,  # noqa: N803
     scales_MI: torch.Tensor,  # noqa: N803
     *,
     row_scales_bR: torch.Tensor | None = None,  # noqa: N803
 ) -> None:
-    """Quantise each 128 rows of an expert, column by column, and transpose.
+    """Quantise each 128 rows of an expert, column by column, and transpose each of them: what a program reads here, or a step of the
+    weight gradients there, is one piece of memory.
 
     Args:
         plan: says which rows there are. Tiles of 128 rows are the blocks.
         x_RI: ``[R, I]`` bf16 or fp32, contiguous, R a multiple of 128; or e4m3 as :func:`quantize_rows` writes it, with
         row_scales_bR: fp32 ``[I / 128 rounded up, R]``, its scales: those of a block of 128 columns lie side by side, as the
             kernels that pull rows leave them.
-        values_IR: ``[I, R]`` e4m3, written where there are tiles: zeros in padding.
+        values_MIr: ``[R / 128, I, 128]`` e4m3, written where there are tiles: zeros in padding.
         scales_MI: ``[R / 128, I]`` fp32, written where there are tiles.
     """
     num_rows, width = x_RI.shape
-    _check("values_IR", values_IR, (width, num_rows), quantize.FP8)
+    _check("values_MIr", values_MIr, (num_rows // BLOCK_M, width, BLOCK_M), quantize.FP8)
     _check("scales_MI", scales_MI, (num_rows // BLOCK_M, width), torch.float32)
     is_fp8 = x_RI.dtype == quantize.FP8
     if is_fp8 != (row_scales_bR is not None):
@@ -109,7 +110,7 @@ def quantize_columns(
             row_scales_bR if is_fp8 else scales_MI,
             plan.sizes,
             plan.tile_rows_M,
-            values_IR,
+            values_MIr,
             scales_MI,
             num_rows,
             width,
@@ -221,7 +222,7 @@ def quantize_columns_kernel(
     row_scales_bR,
     sizes,
     tile_rows_M,
-    values_IR,
+    values_MIr,
     scales_MI,
     num_rows,
     width,
@@ -247,9 +248,7 @@ def quantize_columns_kernel(
         # Where this program's elements begin: from there, 32 bits say where each is.
         x = x_RI + first_row * width + first_column
         row_scales_R = row_scales_bR + (first_column // _BLOCK).to(tl.int64) * num_rows + first_row
-        values = (values_IR + first_column.to(tl.int64) * num_rows + first_row).to(
-            tl.pointer_type(tl.int32), bitcast=True
-        )
+        values = (values_MIr + first_row * width + first_column * _BLOCK).to(tl.pointer_type(tl.int32), bitcast=True)
         limits = (num_tile_rows, is_column_I)
         x0 = _load_rows(x, width, row_scales_R, 4 * fourth_R, column_I, limits, HAS_ROW_SCALES)
         x1 = _load_rows(x, width, row_scales_R, 4 * fourth_R + 1, column_I, limits, HAS_ROW_SCALES)
@@ -260,8 +259,8 @@ def quantize_columns_kernel(
         amax_I = tl.gather(_amax(largest, 0), column_I, 0)
         inverse = tl.gather(_inverse(amax_I), column_I, 0)[None, :]
         words = _to_half_word(x0, x1, inverse) | (_to_half_word(x2, x3, inverse) << 16)
-        at_IR = column_I[:, None] * (num_rows // 4) + fourth_R[None, :]
-        tl.store(values + at_IR, tl.trans(words), mask=is_column_I[:, None])
+        at_Ir = column_I[:, None] * (_BLOCK // 4) + fourth_R[None, :]
+        tl.store(values + at_Ir, tl.trans(words), mask=is_column_I[:, None])
         tl.store(scales_MI + tile.to(tl.int64) * width + first_column + column_I, _scale(amax_I), mask=is_column_I)
 
 

@@ -7,8 +7,8 @@ For each local expert, with the rows of the pool that are its own:
     dw2 = dout^T scaled_h  [D, F]
 
 8-bit tensor cores want both operands contiguous along what is summed over, here rows of the pool: the five matrices come
-transposed, from ``quantize_columns``, with a scale for each column of a tile of 128 rows. An expert's rows begin with a
-tile, so each step of the main loop is one tile: its product is made in an accumulator of its own, and added to the
+from ``quantize_columns``, which transposes each tile of 128 rows, with a scale for each column of a tile. An expert's rows
+begin with a tile, so each step of the main loop is one tile: its product is made in an accumulator of its own, and added to the
 gradient in fp32, times the scales of the left matrix's columns and those of the right one's. (That also keeps sums exact:
 the tensor cores add FP8 products with fewer bits than fp32 has.)
 
@@ -16,7 +16,7 @@ Roles, order of the tiles and a tile's way are those of ``weight_gradients``. A 
 rows, PART_N at a time, from the same left operand: a step's product takes half as many registers as the gradient does.
 The buffer for results holds one part, so that one more step's operands fit beside it.
 
-Shape suffixes are those of ``plan_tables.py``.
+Shape suffixes are those of ``plan_tables.py``; here also r the 128 rows of a tile.
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ def weight_gradients_fp8(
     plan: KernelPlan,
     counters: Counters,
     *,
-    x_DR: torch.Tensor,  # noqa: N803
+    x_MDr: torch.Tensor,  # noqa: N803
     x_scales_MD: torch.Tensor,  # noqa: N803
-    dout_DR: torch.Tensor,  # noqa: N803
+    dout_MDr: torch.Tensor,  # noqa: N803
     dout_scales_MD: torch.Tensor,  # noqa: N803
-    dgate_FR: torch.Tensor,  # noqa: N803
+    dgate_MFr: torch.Tensor,  # noqa: N803
     dgate_scales_MF: torch.Tensor,  # noqa: N803
-    dup_FR: torch.Tensor,  # noqa: N803
+    dup_MFr: torch.Tensor,  # noqa: N803
     dup_scales_MF: torch.Tensor,  # noqa: N803
-    scaled_h_FR: torch.Tensor,  # noqa: N803
+    scaled_h_MFr: torch.Tensor,  # noqa: N803
     scaled_h_scales_MF: torch.Tensor,  # noqa: N803
     dw1_EFD: torch.Tensor,  # noqa: N803
     dw2_EDF: torch.Tensor,  # noqa: N803
@@ -96,11 +96,11 @@ def weight_gradients_fp8(
     Args:
         plan: the routing plan that the rows are in the order of.
         counters: ``queue[5]`` must be zero, and is used up.
-        x_DR, x_scales_MD: ``[D, R]`` and ``[R / 128, D]``: the experts' inputs. D and F are multiples of 128.
-        dout_DR, dout_scales_MD: likewise, the gradient of the layer's output at each row's token.
-        dgate_FR, dgate_scales_MF: ``[F, R]`` and ``[R / 128, F]``, the gradient of the gate projection's result.
-        dup_FR, dup_scales_MF: likewise, that of the up projection's.
-        scaled_h_FR, scaled_h_scales_MF: likewise, silu(gate) * up, times the route's score.
+        x_MDr, x_scales_MD: ``[R / 128, D, 128]`` and ``[R / 128, D]``: the experts' inputs. D and F are multiples of 128.
+        dout_MDr, dout_scales_MD: likewise, the gradient of the layer's output at each row's token.
+        dgate_MFr, dgate_scales_MF: ``[R / 128, F, 128]`` and ``[R / 128, F]``, the gradient of the gate projection's result.
+        dup_MFr, dup_scales_MF: likewise, that of the up projection's.
+        scaled_h_MFr, scaled_h_scales_MF: likewise, silu(gate) * up, times the route's score.
         dw1_EFD: bf16 ``[e, F, D]``, this rank's experts, written.
         dw2_EDF: bf16 ``[e, D, F]``, likewise.
         dw3_EFD: bf16 ``[e, F, D]``, likewise.
@@ -112,22 +112,22 @@ def weight_gradients_fp8(
         ValueError: a shape, dtype or layout is not as described.
     """
     name = "weight_gradients_fp8"
-    dim, num_rows = x_DR.shape
+    num_tiles, dim, _ = x_MDr.shape
     num_experts, hidden_dim, _ = dw1_EFD.shape
-    num_tiles = num_rows // BLOCK_M.value
+    num_rows = num_tiles * BLOCK_M.value
     check_sizes(name, num_rows, dim, hidden_dim, num_experts, plan.pull_rows_UK.shape[1])
     check_blocks(name, dim, hidden_dim)
     for size_name, size, limit in (("R", num_rows, _MAX_ROWS), ("D", dim, _MAX_WIDTH), ("F", hidden_dim, _MAX_WIDTH)):
         if size >= limit:
             raise ValueError(f"{name}: {size_name} = {size}; less than {limit} is supported.")
     for values_name, values, scales_name, scales, width in (
-        ("x_DR", x_DR, "x_scales_MD", x_scales_MD, dim),
-        ("dout_DR", dout_DR, "dout_scales_MD", dout_scales_MD, dim),
-        ("dgate_FR", dgate_FR, "dgate_scales_MF", dgate_scales_MF, hidden_dim),
-        ("dup_FR", dup_FR, "dup_scales_MF", dup_scales_MF, hidden_dim),
-        ("scaled_h_FR", scaled_h_FR, "scaled_h_scales_MF", scaled_h_scales_MF, hidden_dim),
+        ("x_MDr", x_MDr, "x_scales_MD", x_scales_MD, dim),
+        ("dout_MDr", dout_MDr, "dout_scales_MD", dout_scales_MD, dim),
+        ("dgate_MFr", dgate_MFr, "dgate_scales_MF", dgate_scales_MF, hidden_dim),
+        ("dup_MFr", dup_MFr, "dup_scales_MF", dup_scales_MF, hidden_dim),
+        ("scaled_h_MFr", scaled_h_MFr, "scaled_h_scales_MF", scaled_h_scales_MF, hidden_dim),
     ):
-        check_tensor(name, values_name, values, (width, num_rows), quantize.FP8)
+        check_tensor(name, values_name, values, (num_tiles, width, BLOCK_M.value), quantize.FP8)
         check_tensor(name, scales_name, scales, (num_tiles, width), torch.float32)
     for gradient_name, gradient, shape in (
         ("dw1_EFD", dw1_EFD, (num_experts, hidden_dim, dim)),
@@ -136,7 +136,7 @@ def weight_gradients_fp8(
     ):
         check_tensor(name, gradient_name, gradient, shape, torch.bfloat16)
     check_tensor(name, "plan.expert_rows_e", plan.expert_rows_e, (num_experts,), torch.int32)
-    num_ctas = grid_size(name, num_sms, x_DR.device)
+    num_ctas = grid_size(name, num_sms, x_MDr.device)
     if num_rows == 0:  # of which the copy engine cannot be told
         if not accumulate:
             for gradient in (dw1_EFD, dw2_EDF, dw3_EFD):
@@ -146,11 +146,11 @@ def weight_gradients_fp8(
     tuning = tuning or tune_weight_gradients_fp8(dim, hidden_dim)
     left, right, half, part_n = BLOCK_M.value, tuning.block_n, HALF_M.value, PART_N.value
     weight_gradients_fp8_kernel[(num_ctas,)](
-        fp8_descriptor(x_DR, right),
-        fp8_descriptor(dout_DR, left),
-        fp8_descriptor(dgate_FR, left),
-        fp8_descriptor(dup_FR, left),
-        fp8_descriptor(scaled_h_FR, right),
+        fp8_descriptor(x_MDr.view(-1, BLOCK.value), right),
+        fp8_descriptor(dout_MDr.view(-1, BLOCK.value), left),
+        fp8_descriptor(dgate_MFr.view(-1, BLOCK.value), left),
+        fp8_descriptor(dup_MFr.view(-1, BLOCK.value), left),
+        fp8_descriptor(scaled_h_MFr.view(-1, BLOCK.value), right),
         _scales_descriptor(x_scales_MD),
         _scales_descriptor(dout_scales_MD),
         _scales_descriptor(dgate_scales_MF),
@@ -177,7 +177,18 @@ def _scales_descriptor(scales_MI: torch.Tensor) -> TensorDescriptor:  # noqa: N8
 
 
 @gluon.jit
-def _load(descs, scales_descs, operands, stages, tiles, first_rows, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+def _load(
+    descs,
+    scales_descs,
+    operands,
+    stages,
+    tiles,
+    first_rows,
+    DIM: gl.constexpr,
+    HIDDEN: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     """Producer: load the operands and their scales of each tile, up to STAGES steps ahead of the consumers."""
     x_desc, dout_desc, dgate_desc, dup_desc, scaled_h_desc = descs
     x_scales, dout_scales, dgate_scales, dup_scales, scaled_h_scales = scales_descs
@@ -189,12 +200,34 @@ def _load(descs, scales_descs, operands, stages, tiles, first_rows, BLOCK_N: gl.
         product, m, n, _, _, steps = _unpack(tile)
         place = (_get_first_row(first_rows, count), m * BLOCK_M, n * BLOCK_N)
         if product == _DW1:
-            _load_tile((dgate_desc, x_desc), (dgate_scales, x_scales), place, steps, step, operands, stages, STAGES)
+            _load_tile(
+                (dgate_desc, x_desc),
+                (dgate_scales, x_scales),
+                place,
+                steps,
+                step,
+                operands,
+                stages,
+                HIDDEN,
+                DIM,
+                STAGES,
+            )
         elif product == _DW3:
-            _load_tile((dup_desc, x_desc), (dup_scales, x_scales), place, steps, step, operands, stages, STAGES)
+            _load_tile(
+                (dup_desc, x_desc), (dup_scales, x_scales), place, steps, step, operands, stages, HIDDEN, DIM, STAGES
+            )
         else:
             _load_tile(
-                (dout_desc, scaled_h_desc), (dout_scales, scaled_h_scales), place, steps, step, operands, stages, STAGES
+                (dout_desc, scaled_h_desc),
+                (dout_scales, scaled_h_scales),
+                place,
+                steps,
+                step,
+                operands,
+                stages,
+                DIM,
+                HIDDEN,
+                STAGES,
             )
         step += steps
         finish_tile(ring_empty, count)
@@ -203,7 +236,18 @@ def _load(descs, scales_descs, operands, stages, tiles, first_rows, BLOCK_N: gl.
 
 
 @gluon.jit
-def _load_tile(descs, scales_descs, place, steps, step, operands, stages, STAGES: gl.constexpr):
+def _load_tile(
+    descs,
+    scales_descs,
+    place,
+    steps,
+    step,
+    operands,
+    stages,
+    LEFT_WIDTH: gl.constexpr,
+    RIGHT_WIDTH: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     """Load all steps of one tile, the first of which is the producer's ``step``-th."""
     left_desc, right_desc = descs
     left_scales_desc, right_scales_desc = scales_descs
@@ -216,15 +260,15 @@ def _load_tile(descs, scales_descs, place, steps, step, operands, stages, STAGES
     first_tile = first_row // BLOCK_M
     for k in range(steps):
         stage = step % STAGES
-        row = first_row + k * BLOCK_M
+        row_tile = first_tile + k
         full = stage_full.index(stage)
         mbarrier.wait(stage_empty.index(stage), ((step // STAGES) & 1) ^ 1)
         mbarrier.expect(full, BYTES)
-        async_load(left_desc, [left_column, row], full, left_bufs.index(stage))
-        async_load(right_desc, [right_column, row], full, right_bufs.index(stage))
-        async_load(left_scales_desc, [first_tile + k, left_column], full, left_scales_bufs.index(stage))
+        async_load(left_desc, [row_tile * LEFT_WIDTH + left_column, 0], full, left_bufs.index(stage))
+        async_load(right_desc, [row_tile * RIGHT_WIDTH + right_column, 0], full, right_bufs.index(stage))
+        async_load(left_scales_desc, [row_tile, left_column], full, left_scales_bufs.index(stage))
         for part in gl.static_range(PARTS):
-            at = [first_tile + k, right_column + part * PART_N]
+            at = [row_tile, right_column + part * PART_N]
             async_load(right_scales_desc, at, full, right_scales_bufs.index(PARTS * stage + part))
         step += 1
 
@@ -345,7 +389,7 @@ def weight_gradients_fp8_kernel(
         [
             (_multiply, (0, consumer, STAGES, BLOCK_N, ACCUMULATE)),
             (_multiply, (1, consumer, STAGES, BLOCK_N, ACCUMULATE)),
-            (_load, (descs, scales_descs, operands, stages, tiles, first_rows, BLOCK_N, STAGES)),
+            (_load, (descs, scales_descs, operands, stages, tiles, first_rows, DIM, HIDDEN, BLOCK_N, STAGES)),
             (_schedule, (planned, queue, num_experts, tiles, first_rows, DIM, HIDDEN, BLOCK_N, BLOCK_M)),
             (_store, (dw_descs, turns, dw_buf, dw_full, tiles, DIM, HIDDEN, BLOCK_N, ACCUMULATE)),
             (idle, ()),
