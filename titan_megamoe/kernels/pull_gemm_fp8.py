@@ -47,6 +47,7 @@ from .common import (
     make_pipeline,
     receive_tile,
     sigmoid,
+    thread_barrier,
     skip_steps,
     tile_descriptor,
     unpack_tile,
@@ -307,12 +308,15 @@ def _multiply(
 
             row = m * BLOCK_M + HALF * HALF_M
             column = n * BLOCK
+            h_buf = h_bufs.index(HALF)
             if SAVE_GATE_UP:
-                _write_in_parts(gate, gate_desc, out_bufs.index(HALF), row, column)
-                _write_in_parts(up, up_desc, out_bufs.index(HALF), row, column)
+                # h's buffer is as large as the other one: while a part leaves one of them, the next is written to the other.
+                buffers = (out_bufs.index(HALF), h_buf._reinterpret(gl.bfloat16, [HALF_M, HALF_N], gate_desc.layout))
+                _write_in_parts(gate, gate_desc, buffers, row, column)
+                _write_in_parts(up, up_desc, buffers, row, column)
             h = gate * sigmoid(gate) * up
             values, scale_r = quantize_block(h)
-            _write(values, h_desc, h_bufs.index(HALF), row, column)
+            _write(values, h_desc, h_buf, row, column, 0)
             to_r = h_scales_bR + n.to(gl.int64) * num_rows + m * BLOCK_M + row_in_tile_r
             gl.store(to_r, scale_r, mask=row_in_tile_r < rows)
         else:
@@ -324,20 +328,21 @@ def _multiply(
 
 
 @gluon.jit
-def _write_in_parts(values, desc, buffer, row, column):
-    """Write a tile in bf16, HALF_N columns after the others: there is no room for more."""
+def _write_in_parts(values, desc, buffers, row, column):
+    """Write a tile in bf16, HALF_N columns after the others, through two buffers in turns: there is no room for more."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF_N, 16])
     first, second = values.to(gl.bfloat16).reshape([HALF_M, 2, HALF_N]).permute([0, 2, 1]).split()
-    _write(gl.convert_layout(first, layout, assert_trivial=True), desc, buffer, row, column)
-    _write(gl.convert_layout(second, layout, assert_trivial=True), desc, buffer, row, column + HALF_N)
+    _write(gl.convert_layout(first, layout, assert_trivial=True), desc, buffers[0], row, column, 1)
+    _write(gl.convert_layout(second, layout, assert_trivial=True), desc, buffers[1], row, column + HALF_N, 1)
 
 
 @gluon.jit
-def _write(values, desc, buffer, row, column):
-    """Start the store of a tile; the buffer is in use until the next ``tma.store_wait``."""
-    tma.store_wait(0)
+def _write(values, desc, buffer, row, column, PENDING: gl.constexpr):
+    """Start the store of a tile, once all stores before it but PENDING have left their buffers."""
+    tma.store_wait(PENDING)
     buffer.store(values)
     fence_async_shared()
+    thread_barrier()  # that one thread's store follows all threads' writes is not seen through a buffer's second name
     async_store(desc, [row, column], buffer)
 
 
