@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed.checkpoint
 from safetensors import safe_open
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.trainer import Trainer
 
 from tests.training import options, run_jobs
+from titan_megamoe.integration import checkpoints, trainer
 from titan_megamoe.integration.checkpoints import CheckedCheckpointManager, find_missing_part
+from titan_megamoe.integration.trainer import MegaMoETrainer
 
 SETTINGS = {
     "training.local_batch_size": 2,
@@ -146,3 +151,31 @@ def test_an_export_without_all_its_files_is_incomplete(tmp_path):
     assert find_missing_part(tmp_path) is None
     truncate(index)
     assert find_missing_part(tmp_path) == "model.safetensors.index.json is cut off"
+
+
+def test_nothing_is_saved_unchecked(monkeypatch):
+    seen = []
+    monkeypatch.setattr(checkpoints, "check_step", lambda: seen.append("checked"))
+    monkeypatch.setattr(CheckpointManager, "_save", lambda self, step, last_step: seen.append(f"saved {step}"))
+    manager = CheckedCheckpointManager.__new__(CheckedCheckpointManager)
+    monkeypatch.setattr(manager, "_should_save", lambda step, last_step: step % 2 == 0, raising=False)
+    for step in (1, 2):
+        manager._save(step)
+    assert seen == ["saved 1", "checked", "saved 2"]
+
+
+@pytest.mark.parametrize("capacity, checked", [(None, [1, 5, 10]), (1.5, list(range(1, 12)))])
+def test_steps_are_checked_where_the_host_waits_anyway_or_rows_may_have_had_no_place(monkeypatch, capacity, checked):
+    seen = []
+    run = MegaMoETrainer.__new__(MegaMoETrainer)
+    dispatch = SimpleNamespace(capacity=capacity)
+    run.config = SimpleNamespace(
+        model=SimpleNamespace(moe=SimpleNamespace(dispatch=dispatch)), comm=SimpleNamespace(train_timeout_seconds=100)
+    )
+    run.metrics_processor = SimpleNamespace(should_log=lambda step: step == 1 or step % 5 == 0)
+    monkeypatch.setattr(Trainer, "train_step", lambda self, data_iterator: None)
+    monkeypatch.setattr(trainer, "set_deadline", lambda seconds: None)
+    monkeypatch.setattr(trainer, "check_step", lambda: seen.append(run.step))
+    for run.step in range(1, 12):
+        run.train_step(None)
+    assert seen == checked

@@ -17,12 +17,18 @@ from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 
 from ..config.errors import ConfigError
+from ..ops import check_step
 
 
 class CheckedCheckpointManager(CheckpointManager):
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
         pass
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        if self._should_save(curr_step, last_step):
+            check_step()  # not all that a step got wrong was raised in it
+        return super()._save(curr_step, last_step)
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
         if not from_hf:

@@ -43,6 +43,7 @@ class MegaMoETrainer(Trainer):
     def train(self) -> None:
         try:
             super().train()
+            check_step()
         except ConfigError:
             raise
         except Exception as error:
@@ -61,7 +62,11 @@ class MegaMoETrainer(Trainer):
 
     def train_step(self, data_iterator) -> None:
         super().train_step(data_iterator)
-        check_step()
+        # Waiting for the device leaves it idle until the next step's kernels come, so it is done where TorchTitan waits anyway, to
+        # log. Between, the next step raises what was wrong in this one, and no checkpoint is saved unchecked. Rows that had no
+        # place in memory of static size are an error at once.
+        if self.metrics_processor.should_log(self.step) or self.config.model.moe.dispatch.capacity is not None:
+            check_step()
         # As TorchTitan does with its process groups: what takes long, such as compilation, is behind us.
         set_deadline(self.config.comm.train_timeout_seconds)
 
