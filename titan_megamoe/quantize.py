@@ -64,9 +64,8 @@ def quantize_columns(x_RI: torch.Tensor, experts: Iterable[slice]) -> torch.Tens
 def _quantize(x: torch.Tensor, block: tuple[int, int]) -> Blocks:
     x = x.float()
     amax = _block_amax(x.abs(), block).clamp(min=MIN_AMAX)  # clamp and amax keep NaN
-    largest = torch.full_like(
-        amax, FP8_MAX
-    )  # with a number, PyTorch would multiply by a reciprocal instead of dividing
+    # A tensor: with a number, PyTorch would multiply by a reciprocal instead of dividing.
+    largest = torch.full_like(amax, FP8_MAX)
     inverse = _spread(largest / amax, block, x.shape)
     values = (x * inverse).clamp(-FP8_MAX, FP8_MAX).to(FP8)
     return Blocks(values=values, scales=amax / largest, block=block)

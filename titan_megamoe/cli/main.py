@@ -14,12 +14,7 @@ COMMANDS = {
 }
 
 
-def find_module(command: str) -> ModuleType:
-    return importlib.import_module(f".{command}", __package__)
-
-
-def make_parser(command: str) -> argparse.ArgumentParser:
-    module = find_module(command)
+def make_parser(command: str, module: ModuleType) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"titan-megamoe {command}",
         description=module.__doc__,
@@ -42,7 +37,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"\ntitan-megamoe: '{argv[0]}' is not one of: {', '.join(COMMANDS)}.", file=sys.stderr)
         return 0 if asked else 2
     command, *rest = argv
-    module, parser = find_module(command), make_parser(command)
+    module = importlib.import_module(f".{command}", __package__)
+    parser = make_parser(command, module)
     arguments, overrides = parser.parse_known_args(rest)
     if getattr(module, "TAKES_OVERRIDES", False):
         arguments.overrides = [word for word in overrides if word != "--"]
