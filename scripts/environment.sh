@@ -1,4 +1,4 @@
-# Sourced by run_train.sh and run_tests.sh: puts a Python with this package on PATH.
+# Sourced by run_train.sh, run_tests.sh and titan-megamoe: puts a Python with this package on PATH.
 #
 #   TORCH_VERSION   torch to install into .venv (default 2.13.0). On a machine without a GPU, PyPI's wheel is the CUDA
 #                   build; point pip at a CPU index to save the download (PIP_EXTRA_INDEX_URL).

@@ -59,6 +59,7 @@ def test_the_command_from_a_checkout():
     result = run_script("./titan-megamoe", "plan", "--config", DEBUG_CONFIG, "--precision", "bf16", "--json")
     assert result.returncode == 0, result.stderr[-3000:]
     assert json.loads(result.stdout)["config"] == DEBUG_CONFIG
+    assert "no effect without" not in result.stderr, "a warning of TorchTitan's about its own defaults"
     assert run_script("./titan-megamoe", "plan", "--config", "no.toml").returncode == 2
     assert run_script("./titan-megamoe").returncode == 2
 

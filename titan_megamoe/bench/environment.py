@@ -19,7 +19,9 @@ def describe_environment() -> dict:
             versions[package] = None
     return {
         "date": datetime.date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else f"none ({platform.processor()})",
+        "gpu": torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"none ({platform.processor() or platform.machine()})",
         "gpus": torch.cuda.device_count(),
         "torch": torch.__version__,
         "python": platform.python_version(),

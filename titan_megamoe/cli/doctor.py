@@ -495,8 +495,10 @@ def find_strategies(*, gpus: int) -> tuple[Availability, ...]:
     from ..integration.strategies import check, STRATEGIES
     from ..integration.trainer import default_config
     from ..ops import PRECISIONS
+    from .configuration import without_warnings
 
-    config = default_config()
+    with without_warnings():
+        config = default_config()
     config.activation_checkpoint = FullAC.Config()  # minimal_async_ep wants it, the others take it
     dispatch = config.model.moe.dispatch
     answers = []
