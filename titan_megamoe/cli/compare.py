@@ -12,6 +12,7 @@ Exit code 0: everything ran or said why not, and the losses agree.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shlex
@@ -180,7 +181,7 @@ class Runner:
             "seed_checkpoint": not self.arguments.no_seed_checkpoint,
         }
 
-    @property
+    @functools.cached_property
     def nproc(self) -> int:
         if self.arguments.nproc:
             return self.arguments.nproc

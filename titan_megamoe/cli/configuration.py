@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 
@@ -23,7 +24,10 @@ def load_configuration(path: Path, overrides: list[str]):
     from ..config import loader
     from ..config.errors import ConfigError
 
+    logging.disable(logging.WARNING)  # TorchTitan warns of its own defaults, each time that it makes a configuration
     try:
         return loader.load_for_anywhere(["--config", str(path), *overrides])
     except ConfigError as error:
         raise ValueError(str(error)) from error
+    finally:
+        logging.disable(logging.NOTSET)
