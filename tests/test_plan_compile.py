@@ -33,16 +33,23 @@ SHAPES = {
 
 
 def compile_kernel(
-    kernel, pointers: dict[str, str], scalars: dict[str, str], constants: dict, num_warps: int, target=HOPPER
+    kernel,
+    pointers: dict[str, str],
+    scalars: dict[str, str],
+    constants: dict,
+    num_warps: int,
+    target=HOPPER,
+    multiples_of_16: tuple[str, ...] = (),
 ):
     """Compile ``kernel``; every parameter is named in one of the three dicts (pointers to a type, scalars of a
-    type)."""
+    type). ``multiples_of_16``: scalars that are, in every launch."""
     given = {**{name: f"*{type}" for name, type in pointers.items()}, **scalars, **{c: "constexpr" for c in constants}}
     signature = {name: given.pop(name) for name in kernel.arg_names}
     assert not given, f"{kernel.__name__} has no parameters {sorted(given)}"
     constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     # Tensors come aligned to ALIGNMENT bytes; a launch finds that out by itself.
-    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers}
+    divisible = (*pointers, *multiples_of_16)
+    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in divisible}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
     return triton.compile(source, target=target, options={"num_warps": num_warps})
 

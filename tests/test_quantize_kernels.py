@@ -191,15 +191,12 @@ else:
 
     def test_weights_compile():
         pointers = dict(w_EIJ="bf16", values_EIJ="fp8e4nv", transposed_EJI="fp8e4nv", scales_Ebb="fp32")
-        check_compiled(
-            compile_kernel(
-                quantize.quantize_weights_kernel,
-                pointers,
-                dict(rows="i32", columns="i32"),
-                dict(PART=quantize._PART),
-                8,
-            )
-        )
+        kernel, scalars = quantize.quantize_weights_kernel, dict(rows="i32", columns="i32")
+        compiled = compile_kernel(kernel, pointers, scalars, {}, 8, multiples_of_16=tuple(scalars))
+        check_compiled(compiled)
+        ptx = compiled.asm["ptx"]
+        assert ptx.count("ld.global.v4") == 8, "each element is read once, 16 bytes at a time"
+        assert "shared.b8" not in ptx, "words are transposed, not bytes"
 
     def test_dequantize_compiles():
         pointers = dict(values_RI="fp8e4nv", scales_bR="fp32", sizes="i32", tile_rows_M="i32", out_RI="bf16")

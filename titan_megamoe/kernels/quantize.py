@@ -26,7 +26,7 @@ _ROWS = 16
 """Rows of a program of ``quantize_rows``."""
 
 _PART = 32
-"""Rows of a block that a program holds at a time, of all others but ``quantize_columns``."""
+"""Rows of a program of ``dequantize_rows``."""
 
 _COLUMNS = {1: (128, 8), 2: (64, 4), 4: (64, 4)}
 """Of ``quantize_columns``, by an element's bytes: columns of a program (128 bytes of a row, or 256), and its warps. Several
@@ -58,19 +58,21 @@ def quantize_weights(
     """Quantise each 128 x 128 elements of an expert's matrix.
 
     Args:
-        w_EIJ: ``[E, I, J]`` bf16, contiguous. (From fp32, Triton 3.6 puts some transposed values in the wrong places.)
+        w_EIJ: ``[E, I, J]`` bf16, contiguous; I is a multiple of 4.
         values_EIJ, transposed_EJI: e4m3, written: the same values in both orientations.
         scales_Ebb: fp32 ``[E, I / 128, J / 128]``, each rounded up, written; the other orientation's are its transpose.
     """
     num_experts, rows, columns = w_EIJ.shape
     blocks = triton.cdiv(rows, quantize.BLOCK), triton.cdiv(columns, quantize.BLOCK)
     _check("w_EIJ", w_EIJ, (num_experts, rows, columns), torch.bfloat16)
+    if rows % 4:
+        raise ValueError(f"quantize: w_EIJ has {rows} rows, which is not a multiple of 4. Pad the model's.")
     _check("values_EIJ", values_EIJ, (num_experts, rows, columns), quantize.FP8)
     _check("transposed_EJI", transposed_EJI, (num_experts, columns, rows), quantize.FP8)
     _check("scales_Ebb", scales_Ebb, (num_experts, *blocks), torch.float32)
     if w_EIJ.numel():
         quantize_weights_kernel[(num_experts, *blocks)](
-            w_EIJ, values_EIJ, transposed_EJI, scales_Ebb, rows, columns, PART=_PART, num_warps=8
+            w_EIJ, values_EIJ, transposed_EJI, scales_Ebb, rows, columns, num_warps=8
         )
 
 
@@ -192,28 +194,46 @@ def quantize_rows_kernel(x_RI, values_RI, scales_Rb, num_rows, width, BLOCK_R: t
 
 
 @triton.jit
-def quantize_weights_kernel(w_EIJ, values_EIJ, transposed_EJI, scales_Ebb, rows, columns, PART: tl.constexpr):
-    """Of a block, PART rows are in registers at a time: once to find its largest magnitude, once to quantise."""
+def quantize_weights_kernel(w_EIJ, values_EIJ, transposed_EJI, scales_Ebb, rows, columns):
+    """A block to a program, read once. Rows are held as four matrices, as in :func:`quantize_columns_kernel`."""
     matrix = tl.program_id(0).to(tl.int64) * rows * columns
-    column_J = tl.program_id(2) * _BLOCK + tl.arange(0, _BLOCK)
-    amax = tl.zeros([], tl.float32)
-    for start in range(0, _BLOCK, PART):
-        row_I = tl.program_id(1) * _BLOCK + start + tl.arange(0, PART)
-        is_inside = (row_I < rows)[:, None] & (column_J < columns)[None, :]
-        at = matrix + row_I[:, None] * columns + column_J[None, :]
-        x = tl.load(w_EIJ + at, mask=is_inside, other=0.0).to(tl.float32)
-        amax = _larger(amax, tl.reduce(_amax(x, 1), 0, _larger))
-    for start in range(0, _BLOCK, PART):
-        row_I = tl.program_id(1) * _BLOCK + start + tl.arange(0, PART)
-        is_inside = (row_I < rows)[:, None] & (column_J < columns)[None, :]
-        at = matrix + row_I[:, None] * columns + column_J[None, :]
-        x = tl.load(w_EIJ + at, mask=is_inside, other=0.0).to(tl.float32)
-        values = _to_fp8(x, _inverse(amax))
-        tl.store(values_EIJ + at, values, mask=is_inside)
-        transposed_at = matrix + column_J[:, None] * rows + row_I[None, :]
-        tl.store(transposed_EJI + transposed_at, tl.trans(values), mask=tl.trans(is_inside))
+    first_row = tl.program_id(1) * _BLOCK
+    first_column = tl.program_id(2) * _BLOCK
+    column_J = tl.arange(0, _BLOCK)
+    is_column_J = column_J < columns - first_column
+    fourth_I = tl.arange(0, _BLOCK // 4)
+    # Where this program's elements begin: from there, 32 bits say where each is.
+    first = matrix + first_row.to(tl.int64) * columns + first_column
+    limits = (rows - first_row, is_column_J)
+    w0 = _load_rows(w_EIJ + first, columns, scales_Ebb, 4 * fourth_I, column_J, limits, False)
+    w1 = _load_rows(w_EIJ + first, columns, scales_Ebb, 4 * fourth_I + 1, column_J, limits, False)
+    w2 = _load_rows(w_EIJ + first, columns, scales_Ebb, 4 * fourth_I + 2, column_J, limits, False)
+    w3 = _load_rows(w_EIJ + first, columns, scales_Ebb, 4 * fourth_I + 3, column_J, limits, False)
+    largest = _larger(_larger(tl.abs(w0), tl.abs(w1)), _larger(tl.abs(w2), tl.abs(w3)))
+    amax = tl.reduce(_amax(largest, 0), 0, _larger)
+    inverse = _inverse(amax)
+    b0, b1 = _to_bytes(w0, w1, inverse)
+    b2, b3 = _to_bytes(w2, w3, inverse)
+    values = (values_EIJ + first).to(tl.pointer_type(tl.uint8), bitcast=True)
+    _store_rows(values, columns, 4 * fourth_I, column_J, limits, b0)
+    _store_rows(values, columns, 4 * fourth_I + 1, column_J, limits, b1)
+    _store_rows(values, columns, 4 * fourth_I + 2, column_J, limits, b2)
+    _store_rows(values, columns, 4 * fourth_I + 3, column_J, limits, b3)
+    transposed = transposed_EJI + matrix + first_column.to(tl.int64) * rows + first_row
+    transposed = transposed.to(tl.pointer_type(tl.int32), bitcast=True)
+    at_JI = column_J[:, None] * (rows // 4) + fourth_I[None, :]
+    is_inside_JI = is_column_J[:, None] & (4 * fourth_I < rows - first_row)[None, :]
+    words = _to_half_word(b0, b1) | (_to_half_word(b2, b3) << 16)
+    tl.store(transposed + at_JI, tl.trans(words), mask=is_inside_JI)
     block = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + tl.program_id(2)
     tl.store(scales_Ebb + block, _scale(amax))
+
+
+@triton.jit
+def _store_rows(values, width, row_R, column_I, limits, rows):
+    num_rows, is_column_I = limits
+    is_inside_RI = (row_R < num_rows)[:, None] & is_column_I[None, :]
+    tl.store(values + row_R[:, None] * width + column_I[None, :], rows, mask=is_inside_RI)
 
 
 @triton.jit
@@ -258,7 +278,9 @@ def quantize_columns_kernel(
         # A division is many instructions: gathering brings what is divided to where each column is one thread's, and back.
         amax_I = tl.gather(_amax(largest, 0), column_I, 0)
         inverse = tl.gather(_inverse(amax_I), column_I, 0)[None, :]
-        words = _to_half_word(x0, x1, inverse) | (_to_half_word(x2, x3, inverse) << 16)
+        b0, b1 = _to_bytes(x0, x1, inverse)
+        b2, b3 = _to_bytes(x2, x3, inverse)
+        words = _to_half_word(b0, b1) | (_to_half_word(b2, b3) << 16)
         at_Ir = column_I[:, None] * (_BLOCK // 4) + fourth_R[None, :]
         tl.store(values + at_Ir, tl.trans(words), mask=is_column_I[:, None])
         tl.store(scales_MI + tile.to(tl.int64) * width + first_column + column_I, _scale(amax_I), mask=is_column_I)
@@ -277,10 +299,13 @@ def _load_rows(x, width, row_scales_R, row_R, column_I, limits, HAS_ROW_SCALES: 
 
 
 @triton.jit
-def _to_half_word(x0, x1, inverse):
-    """Values of both, the first's in the lower byte: one instruction converts two that are neighbours, which joining makes them."""
-    values = _to_fp8(tl.join(x0 * inverse, x1 * inverse), 1.0).to(tl.uint8, bitcast=True)
-    low, high = tl.split(values)
+def _to_bytes(x0, x1, inverse):
+    """Both in FP8, as uint8: one instruction converts two values that are neighbours, which joining makes them."""
+    return tl.split(_to_fp8(tl.join(x0 * inverse, x1 * inverse), 1.0).to(tl.uint8, bitcast=True))
+
+
+@triton.jit
+def _to_half_word(low, high):
     return low.to(tl.int32) | (high.to(tl.int32) << 8)
 
 
