@@ -33,6 +33,10 @@ def test_every_configuration(config, capsys):
         mode = "with_full_ac" if document["full_activation_checkpointing"] else "without_full_ac"
         assert kept[mode] == next(m["kept"] for m in plan["memory_gib"] if m["precision"] == kept["precision"])
         assert kept["without_full_ac"] == pytest.approx(kept["one_layer"] * document["model"]["num_moe_layers"])
+    for layer in plan["layer"]:
+        parts = [layer[name] for name in ("forward", "backward", "recomputation") if name in layer]
+        assert len(parts) == (3 if document["full_activation_checkpointing"] else 2)
+        assert layer["all"]["tflop"] == pytest.approx(sum(part["tflop"] for part in parts))
     bf16, fp8, _ = plan["layer"]
     assert fp8["all"]["at_least_ms"] < bf16["all"]["at_least_ms"]
     assert bf16["forward"]["ms"][bf16["forward"]["bound_by"]] == bf16["forward"]["at_least_ms"]
@@ -56,6 +60,7 @@ def test_known_models(capsys):
     assert small["model"]["num_expert_parameters"] == 48 * 128 * 3 * 2048 * 768
     memory = small["plans"][0]["memory_gib"][0]
     assert memory["parameters"] == pytest.approx(30.5e9 * 4 / 32 / 2**30, rel=0.01)
+    assert memory["gradients"] == memory["parameters"] and memory["optimizer"] == 2 * memory["parameters"]
     # At EP = 1 and no link, an H200's layer: what DESIGN calls its floor, 4.7 ms of arithmetic for forward and backward.
     alone = planned(capsys, "--config", str(REPOSITORY / "train_configs" / "qwen3_30b_a3b.toml"), "--ep", "1")
     layer = alone["plans"][0]["layer"][0]
@@ -103,6 +108,10 @@ def test_what_is_sharded_over_what(capsys):
     replicated = memory_of(capsys, "--nproc", "32", "--parallelism.data_parallel_replicate_degree", "2")
     assert replicated["parameters"] == pytest.approx(2 * once["parameters"])
     assert replicated["plan"]["shards_of_a_parameter"] == 16
+    fewest = memory_of(capsys, "--parallelism.data_parallel_replicate_degree", "2")["plan"]
+    assert (fewest["ranks"], fewest["shards_of_a_parameter"]) == (16, 8), (
+        "each replica has an expert-parallel group of 8"
+    )
     fixed = memory_of(capsys, "--parallelism.data_parallel_shard_degree", "32")
     assert fixed["plan"]["ranks"] == 32 and fixed["parameters"] == once["parameters"]
     in_bf16 = memory_of(capsys, "--nproc", "32", "--training.dtype", "bfloat16")
@@ -122,6 +131,23 @@ def test_tensor_parallelism_shares_tokens_with_expert_parallelism_and_splits_exp
     assert alone["kept_gib"][0]["one_layer"] < whole["kept_gib"][0]["one_layer"]
 
 
+def test_context_parallelism_shares_tokens(capsys):
+    for ep in ("1", "8"):
+        plan = memory_of(capsys, "--parallelism.context_parallel_degree", "2", "--ep", ep)["plan"]
+        assert plan["tokens_per_rank"] == 8192
+
+
+def test_weights_that_are_kept_in_fp8(capsys):
+    """Both orientations of this rank's experts, a byte each."""
+    argv = ("--precision", "fp8,fp8_bwd,bf16")
+    copies = 2 * 48 * 128 * 3 * 2048 * 768 / 8 / 2**30
+    expected = {"fp8": copies, "fp8_bwd": copies, "bf16": 0}
+    for options, factor in (((), 1), (("--model.moe.dispatch.no-weight_cache",), 0)):
+        (plan,) = planned(capsys, *CONFIG_30B[:2], *argv, *options)["plans"]
+        found = {memory["precision"]: memory["weight_copies"] for memory in plan["memory_gib"]}
+        assert found == pytest.approx({precision: factor * gib for precision, gib in expected.items()})
+
+
 def test_what_fsdp_gathers(capsys):
     """At EP = 8 the largest neighbours are the last block and the output layer, whose gradients are also there in bf16 and fp32."""
     output, experts = 151936 * 2048 + 2048, 128 * 3 * 2048 * 768
@@ -129,11 +155,16 @@ def test_what_fsdp_gathers(capsys):
     block = attention + 128 * 2048 + experts // 8
     expected = (2 * (output + block) + 6 * output) / 2**30
     assert memory_of(capsys)["gathered"] == pytest.approx(expected, rel=1e-3)
+    # Kept gathered from forward to backward, all units are there at once.
+    everything = (2 * (output + 48 * block + 151936 * 2048) + 6 * output) / 2**30
+    kept = memory_of(capsys, "--parallelism.fsdp_reshard_after_forward", "never")
+    assert kept["gathered"] == pytest.approx(everything, rel=1e-3)
     # What one rank alone casts is not sharded, and yet there in bf16.
     assert memory_of(capsys, "--ep", "1", "--nproc", "1")["gathered"] > 0
 
 
 def test_a_degree_beyond_the_nvlink_domain(capsys):
+    assert memory_of(capsys, "--ep", "8")["plan"]["notes"] == []
     plan = memory_of(capsys, "--ep", "16")["plan"]
     assert "spans NVLink domains of 8 ranks: mega_moe's kernels refuse that" in plan["notes"][0]
     assert plan["layer"][0]["forward"]["bound_by"] == "network"
@@ -183,6 +214,10 @@ def test_what_does_not_fit_is_said(capsys):
             "need a multiple of 4 ranks",
         ),
         (["--config", DEBUG_CONFIG, "--parallelism.pipeline_parallel_degree", "2"], "is not planned. Plan with 1"),
+        (
+            ["--config", DEBUG_CONFIG, "--parallelism.context_parallel_degree", "3", "--nproc", "6"],
+            "= 1024 tokens cannot be shared by the 3 ranks of a sequence. Use a multiple",
+        ),
     ],
 )
 def test_bad_arguments(argv, message, capsys):

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from tests.training import REPOSITORY
-from titan_megamoe.bench import sweep
+from titan_megamoe.bench import roofline, sweep
 
 BASE = dict(tokens=1024, num_experts=16, top_k=4, workload="uniform")
-VALUES = dict(tokens=[512, 1024], num_experts=[2, 8, 16], top_k=[1, 4], workload=["uniform", "zipf"])
+VALUES = dict(tokens=[512, 1024], num_experts=[2, 4, 16], top_k=[1, 4], workload=["uniform", "zipf"])
 
 
 def test_one_axis_differs_at_a_time():
     found = sweep.points(BASE, VALUES)
-    assert len(found) == 2 + 2 + 2 + 2, "two experts cannot be four distinct ones"
+    assert len(found) == 2 + 2 + 2 + 2, "two experts cannot be four distinct ones, but four can"
     for axis, point in found:
         assert {name for name in BASE if point[name] != BASE[name]} <= {axis}
 
@@ -28,6 +28,15 @@ def test_least_time_grows_with_tokens():
         for tokens in (16384, 32768)
     ]
     assert times[1] == pytest.approx(2 * times[0], rel=0.1)
+
+
+def test_least_time_is_the_bound_of_the_roofline():
+    load = roofline.Load(dim=2048, hidden_dim=768, num_experts=16, top_k=4, tokens=1024, ep_size=8, precision="fp8")
+    rates = roofline.GPUS["h200"].achievable
+    assert sweep.least_ms(BASE, 2048, 768, 8, "h200", "fp8") == {
+        "forward": roofline.forward(load).bound(rates)[0],
+        "forward_and_backward": roofline.full_layer(load, full_ac=False).bound(rates)[0],
+    }
 
 
 def test_plot(tmp_path):
@@ -47,7 +56,7 @@ def uneven(times: dict[float, float]) -> dict:
         dict(
             axis="hot",
             point=BASE | {"hot": share},
-            busiest=dict(expert=share, rank=share),
+            busiest=dict(expert=9 - share, rank=share),
             least_ms={precision: {"forward_and_backward": 1.0} for precision in ("bf16", "fp8")},
             results={"mega_moe hopper": {"forward_and_backward": {"median": ms}}},
         )
@@ -65,8 +74,8 @@ def test_a_time_that_the_busiest_rank_explains_is_no_cliff(tmp_path):
 
 
 def test_a_time_that_it_does_not_explain_is():
-    (found,) = sweep.cliffs(uneven({1.0: 2.0, 2.0: 9.0, 3.0: 6.5}))
-    assert found == "mega_moe hopper, hot 2.0: 9.00 ms, where 2.00 of an even share explains 4.00"
+    (found,) = sweep.cliffs(uneven({1.25: 2.0, 2.5: 9.0, 3.75: 6.5}))
+    assert found == "mega_moe hopper, hot 2.5: 9.00 ms, where 2.50 of an even share explains 4.00"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would run")
