@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -69,6 +70,30 @@ def test_runs_that_differ_from_start_to_start_make_the_interval_wide():
 def test_what_cannot_be_told_apart_is_not_called_faster():
     outcomes = {("a", 0): made_up_run(1.0, LOSSES, noise=0.2), ("b", 0): made_up_run(0.99, LOSSES, noise=0.2)}
     assert "b cannot be told from a" in compare_report.verdict(comparison_of(outcomes))[0]
+
+
+def test_what_is_slower_is_called_so():
+    outcomes = {("a", 0): made_up_run(0.5, LOSSES), ("b", 0): made_up_run(1.0, LOSSES)}
+    assert "b is slower than a: 0.500x" in compare_report.verdict(comparison_of(outcomes))[0]
+
+
+def test_what_a_row_says_of_its_runs():
+    one, other = made_up_run(1.0, LOSSES), made_up_run(1.0, [*LOSSES[:-1], 3.03])
+    one.steps["1"][compare_report.MEMORY] = 3.0
+    for run, mfu in ((one, 40.0), (other, 44.0)):
+        run.steps["4"][compare_report.MFU] = mfu
+    one.breakdown["idle"] = 4.0
+    again, same = comparison_of({("a", 0): one, ("a", 1): other, ("b", 0): one, ("b", 1): one}).rows
+    assert again.memory_gib == 3.0 and again.mfu == 42.0 and again.breakdown == {"attention": 1.0, "idle": 2.0}
+    assert not again.repeats_itself and again.own_loss_difference == pytest.approx(0.03 / 15.5, rel=0.01)
+    assert same.repeats_itself and same.own_loss_difference == 0
+    (_, apart) = comparison_of({("a", 0): one, ("b", 0): other}).rows
+    assert apart.worst_loss_difference == pytest.approx(0.01) and apart.worst_grad_norm_difference == 0
+
+
+def test_nothing_that_ran_is_no_agreement():
+    comparison = comparison_of({("a", 0): Refused(reason="no", crashed=False, log="log.txt")})
+    assert not comparison.losses_agree and compare_report.verdict(comparison) == ["Nothing ran to its end."]
 
 
 @pytest.mark.parametrize(
@@ -153,6 +178,8 @@ def test_length_of_overlapping_intervals():
         (["--strategies", "mega_moe,mega_moe"], "pass each strategy once"),
         (["--steps", "20"], "--steps 20: pass the first and the last step"),
         (["--steps", "20-6"], "--steps 20-6: pass the first and the last step"),
+        (["--steps", "6-6"], "--steps 6-6: pass the first and the last step"),
+        (["--steps", "0-6"], "--steps 0-6: pass the first and the last step"),
         (["--repeats", "0"], "--repeats 0: pass at least 1"),
         (["--config", "nowhere.toml"], "nowhere.toml: there is no such file"),
     ],
@@ -167,6 +194,65 @@ def test_main_without_a_command(capsys):
     assert "'train' is not one of: compare, doctor, plan" in capsys.readouterr().err
     assert main(["--help"]) == 0
     assert "compare" in capsys.readouterr().out
+
+
+REFUSED = Refused(reason="it needs a GPU", crashed=False, log="log.txt")
+CRASHED = Refused(reason="RuntimeError", crashed=True, log="log.txt")
+
+
+@pytest.mark.parametrize(
+    "outcomes, code",
+    [
+        ([made_up_run(1.0, LOSSES), made_up_run(1.0, LOSSES), REFUSED], 0),
+        ([made_up_run(1.0, LOSSES), REFUSED, CRASHED], 1),
+        ([made_up_run(1.0, LOSSES), made_up_run(1.0, [7.1, *LOSSES[1:]]), REFUSED], 1),
+        ([REFUSED, REFUSED, REFUSED], 1),
+    ],
+)
+def test_exit_code(outcomes, code, monkeypatch, tmp_path):
+    by_spec = dict(zip(("all_to_all", "mega_moe", "deepep"), outcomes))
+    monkeypatch.setattr(compare.Runner, "train", lambda self, spec, repeat: by_spec[spec])
+    argv = ["--config", DEBUG_CONFIG, "--out", str(tmp_path / "out"), "--steps", "3-6", "--no_seed_checkpoint"]
+    assert main(["compare", *argv, "--strategies", ",".join(by_spec)]) == code
+    assert list(json.loads((tmp_path / "out" / "report.json").read_text())["refused"]) == [
+        spec for spec, outcome in by_spec.items() if isinstance(outcome, Refused)
+    ]
+
+
+def made_up_runner(out, *overrides: str, **options) -> compare.Runner:
+    given = dict(config=Path(DEBUG_CONFIG), overrides=list(overrides), nproc=None, launch=None, no_seed_checkpoint=True)
+    return compare.Runner(SimpleNamespace(**given | options), out=out, last_step=5)
+
+
+def test_ranks(monkeypatch, tmp_path):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert made_up_runner(tmp_path).nproc == 2, "the file's expert-parallel degree"
+    assert made_up_runner(tmp_path, "--parallelism.expert_parallel_degree=4").nproc == 4
+    assert made_up_runner(tmp_path, nproc=3).nproc == 3
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    assert made_up_runner(tmp_path).nproc == 8
+
+
+@pytest.mark.parametrize(
+    "log, reason, crashed",
+    [
+        (["titan_megamoe: it is late", "titan_megamoe: it needs a GPU", "exit code Error"], "it needs a GPU", False),
+        (
+            ["[rank0]: KeyError: 1", "[rank0]: ValueError: bad", "torch/distributed/run.py: Error"],
+            "ValueError: bad",
+            True,
+        ),
+        (["Segmentation fault"], "Segmentation fault", True),
+        ([], "it wrote nothing", True),
+    ],
+)
+def test_a_run_without_a_result(log, reason, crashed, monkeypatch, tmp_path):
+    commands = []
+    monkeypatch.setattr(compare.Runner, "_start", lambda self, command, *_: (commands.append(command), (1, log))[1])
+    outcome = made_up_runner(tmp_path, nproc=2).train("mega_moe:fp8", 0)
+    assert (outcome.reason, outcome.crashed) == (reason, crashed)
+    (command,) = commands
+    assert command[command.index("--training.steps") + 1] == "6", "the one after the last measured is profiled"
 
 
 def arguments(assets, out, *more: str) -> list[str]:
