@@ -122,6 +122,21 @@ def test_nan_fails(monkeypatch):
     assert not test.passed and test.error is None and test.problem == "output is not finite"
 
 
+def test_each_precision_has_its_own_bound(monkeypatch):
+    monkeypatch.setattr("titan_megamoe.ops.mega_moe", returning(1.05))
+    assert not doctor.run_self_test("bf16", backend="reference").passed
+    assert doctor.run_self_test("fp8", backend="reference").passed
+
+
+def test_what_the_device_reports_afterwards_fails(monkeypatch):
+    def late():
+        raise RuntimeError("waited past its deadline")
+
+    monkeypatch.setattr("titan_megamoe.ops.check_step", late)
+    test = doctor.run_self_test("bf16", backend="reference")
+    assert not test.passed and test.problem == "RuntimeError: waited past its deadline"
+
+
 def test_an_exception_is_a_row(no_gpu, capsys, monkeypatch):
     def broken(*tensors, **options):
         raise RuntimeError("the compiler\n  gave up")
@@ -264,6 +279,16 @@ def test_gpus_and_links():
     without_driver = doctor.Report(gpus=gpus[:2], peers=doctor.find_peers(fake_cuda(), None, uuids[:2]), environment={})
     assert doctor.tables(without_driver)[1][2][0] == ("GPU 0", "-", "yes")
     assert doctor.driver_version(FakeNvml()) == "580.95"
+
+
+def test_peers_without_nvlink(monkeypatch):
+    monkeypatch.setattr(FakeNvml, "nvmlDeviceGetP2PStatus", lambda self, one, other, index: 1)
+    uuids = ["a", "b"]
+    gpus, peers = (find(fake_cuda(), FakeNvml(), uuids) for find in (doctor.find_gpus, doctor.find_peers))
+    assert doctor.tables(doctor.Report(gpus=gpus, peers=peers, environment={}))[1][2] == [
+        ("GPU 0", "-", "PCIe"),
+        ("GPU 1", "PCIe", "-"),
+    ]
 
 
 @pytest.mark.parametrize(
