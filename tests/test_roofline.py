@@ -59,6 +59,10 @@ def test_link_bytes():
     again = replace(in_fp8, saved="inputs")
     assert roofline.backward(again).link_bytes == pytest.approx(pairs * (2 * (256 + 2 * 4) + 512 + 16))
     assert roofline.forward(Load(**LOAD, ep_size=1)).link_bytes == 0
+    ragged = Load(**(LOAD | dict(dim=192)), ep_size=8, precision="fp8")
+    assert roofline.recomputation(ragged).link_bytes == pytest.approx(pairs * (192 + 2 * 4)), (
+        "part of a block has a scale, too"
+    )
 
 
 def test_what_leaves_the_nvlink_domain_goes_over_the_network():
@@ -257,12 +261,16 @@ POINT = dict(tokens=256, num_experts=16, top_k=4, hot=0.0, workload="uniform")
 
 
 def test_hot_routing():
-    shares = []
+    shares, mean_ids = [], []
     for hot in (0.0, 0.5, 2.0):
         ids_TK = sweep.hot_routing(4000, 16, 4, hot)
         assert all(len(set(ids)) == 4 for ids in ids_TK[:50].tolist())
         shares.append(sweep.busiest(ids_TK, 16, 4))
+        mean_ids.append(ids_TK.double().mean().item())
     assert shares[0]["expert"] == pytest.approx(1, abs=0.1) and shares[0]["rank"] == pytest.approx(1, abs=0.1)
+    assert mean_ids[0] == pytest.approx(7.5, abs=0.2) and mean_ids[0] > mean_ids[1] > mean_ids[2], (
+        "low-numbered ones are hot"
+    )
     for name in ("expert", "rank"):
         assert shares[0][name] < shares[1][name] < shares[2][name] <= 4
     assert torch.equal(sweep.hot_routing(100, 16, 4, 1.0, seed=3), sweep.hot_routing(100, 16, 4, 1.0, seed=3))
