@@ -69,6 +69,15 @@ def test_fp8_is_for_hopper(machine):
         select_backend("auto", GPU, torch.bfloat16, 128, 128, "fp8")
 
 
+@pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
+def test_auto_emulates_only_where_that_is_allowed(machine, precision):
+    machine("NVIDIA A100", capability=(8, 0))
+    layer = (GPU, torch.bfloat16, 128, 128, precision)
+    with pytest.raises(ValueError, match="Use precision = 'bf16', or allow_emulation = true or backend = 'reference'"):
+        select_backend("auto", *layer)
+    assert select_backend("auto", *layer, allow_emulation=True) == "reference"
+
+
 @pytest.mark.parametrize("name, options", [("MI250X", dict(architecture="gfx90a")), ("V100", dict(capability=(7, 0)))])
 def test_what_a_gpu_lacks_is_named(machine, name, options):
     machine(name, **options)

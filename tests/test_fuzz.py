@@ -21,9 +21,10 @@ from titan_megamoe.config.errors import ConfigError
 NAMES = ("x_TD", "topk_ids_TK", "topk_scores_TK", "w1_EFD", "w2_EDF", "w3_EFD")
 OPTIONS = {
     "precision": st.sampled_from(["bf16", "fp8", "fp8_bwd", "mxfp8", "fp16", ""]),
-    "wgrad": st.sampled_from(["bf16", "fp8", "fp4"]),
+    "wgrad": st.sampled_from(["bf16", "fp8", "mxfp8", "fp4"]),
     "saved": st.sampled_from(["activations", "inputs", "all"]),
     "backend": st.sampled_from(["reference", "auto", "hopper", "cuda"]),
+    "allow_emulation": st.booleans(),
     "capacity": st.sampled_from([None, 1.5, 0.0, -1.0, float("nan")]),
 }
 

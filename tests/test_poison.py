@@ -18,6 +18,7 @@ OPTIONS = [
     dict(precision="bf16", saved="inputs"),
     dict(precision="fp8", wgrad="fp8"),
     dict(precision="fp8_bwd"),
+    dict(precision="mxfp8", wgrad="mxfp8"),
 ]
 TOKENS_PER_RANK = [17, 0, 40]
 

@@ -1,4 +1,4 @@
-"""Blockwise FP8 against its definition, block by block."""
+"""Blockwise FP8 and MXFP8 against their definitions, block by block."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from titan_megamoe.quantize import BLOCK, FP8, FP8_MAX, quantize_columns, quantize_rows, quantize_weights
+from titan_megamoe.quantize import (
+    BLOCK,
+    FP8,
+    FP8_MAX,
+    MX_BLOCK,
+    quantize_columns,
+    quantize_mx,
+    quantize_rows,
+    quantize_weights,
+)
 
 sizes = st.integers(1, 300)
 
@@ -53,15 +62,37 @@ def test_transposing_a_weight_transposes_its_blocks(rows, columns, seed):
             assert torch.equal(got[part], expected(w[part]))
 
 
-def test_columns_start_anew_with_each_expert():
+def expected_mx(block: torch.Tensor) -> torch.Tensor:
+    """A block of MXFP8, written as its definition: the smallest power of two with which nothing exceeds 448."""
+    scale = 2.0 ** math.ceil(math.log2(block.abs().max().item() / FP8_MAX))
+    return (block / scale).to(FP8).float() * scale
+
+
+@settings(max_examples=30, deadline=None)
+@given(sizes, sizes, st.integers(0, 100), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_mx(rows, columns, seed, dtype):
+    x = matrix(rows, columns, seed, leading=(2,)).to(dtype)
+    for dim, straight in ((-1, x), (-2, x.transpose(-1, -2))):
+        blocks = quantize_mx(x, dim)
+        assert blocks.values.dtype == FP8 and blocks.values.shape == x.shape
+        assert blocks.scales.dtype == torch.float8_e8m0fnu
+        got = blocks.dequantize() if dim == -1 else blocks.dequantize().transpose(-1, -2)
+        for row in {0, straight.shape[1] - 1}:
+            for start in range(0, straight.shape[2], MX_BLOCK):
+                part = (1, row, slice(start, start + MX_BLOCK))
+                assert torch.equal(got[part], expected_mx(straight[part].float()))
+
+
+@pytest.mark.parametrize("number_format, block, expect", [("fp8", BLOCK, expected), ("mxfp8", MX_BLOCK, expected_mx)])
+def test_columns_start_anew_with_each_expert(number_format, block, expect):
     x = matrix(500, 70)
     experts = [slice(0, 0), slice(0, 130), slice(130, 131), slice(131, 500)]
-    got = quantize_columns(x, experts)
+    got = quantize_columns(x, experts, number_format)
     for expert in experts:
-        for start in range(expert.start, expert.stop, BLOCK):
+        for start in range(expert.start, expert.stop, block):
             for column in (0, 33, 69):
-                part = (slice(start, min(start + BLOCK, expert.stop)), column)
-                assert torch.equal(got[part], expected(x[part]))
+                part = (slice(start, min(start + block, expert.stop)), column)
+                assert torch.equal(got[part], expect(x[part]))
 
 
 @pytest.mark.parametrize("quantize", [quantize_rows, quantize_weights])
@@ -77,6 +108,26 @@ def test_special_values(quantize):
         assert torch.equal(got[:, 128:], x[:, 128:]) and torch.equal(got[129], x[129]), "and stays in its block"
 
 
+@pytest.mark.parametrize("dim", [-1, -2])
+def test_special_values_in_mx(dim):
+    def dequantised(x):
+        return quantize_mx(x, dim).dequantize()
+
+    assert not dequantised(torch.zeros(3, 200)).any()
+    assert dequantised(torch.full((2, 128), 1e-38)).isfinite().all()
+    large = torch.full((40, 40), 1.5 * 2.0**127)
+    assert torch.equal(dequantised(large), large)
+    for bad in (math.nan, math.inf, -math.inf):
+        x = torch.ones(64, 64)
+        x[3, 3] = bad
+        got = dequantised(x)
+        assert got[3, 3].isnan() if math.isnan(bad) else got[3, 3] == bad, "it is not hidden"
+        got[:MX_BLOCK, :MX_BLOCK] = 1
+        assert torch.equal(got, torch.ones(64, 64)), "and stays in its block"
+
+
 def test_no_rows():
+    assert quantize_mx(torch.empty(0, 256)).dequantize().shape == (0, 256)
+    assert quantize_mx(torch.empty(0, 256), -2).dequantize().shape == (0, 256)
     assert quantize_rows(torch.empty(0, 256)).dequantize().shape == (0, 256)
     assert quantize_columns(torch.empty(0, 256), [slice(0, 0)]).shape == (0, 256)

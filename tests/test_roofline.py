@@ -179,8 +179,8 @@ def test_memory_bytes_are_those_of_the_buffers(precision, wgrad, ep_size):
 
     times = dict(GRADIENTS_TIMES["bf16" if precision == "bf16" else "fp8_bwd"])
     for name in TRANSPOSED:  # only there with wgrad = "fp8": written and read
-        index = "D" if name in ("x", "dout") else "F"
-        times |= {f"{name}_M{index}r": 2, f"{name}_scales_M{index}": 2}
+        width = "D" if name in ("x", "dout") else "F"
+        times |= {f"{name}_M{width}r": 2, f"{name}_scales_M{width}": 2}
     sizes = {name: size for name, size in buffers(load, BackwardRows).items() if name not in NEVER_COUNTED}
     kept = buffers(load, KeptRows)
     expected = sum(times[name] * size for name, size in sizes.items() if size) + sum(kept.values())

@@ -21,6 +21,7 @@ from . import hopper
 KERNEL_BACKENDS = ("hopper", "triton")
 """Those that run on kernels, the fastest first."""
 
+_PRECISIONS = {"hopper": ("bf16", "fp8", "fp8_bwd"), "triton": ("bf16",)}
 _OLDEST_NVIDIA = (8, 0)
 _AMD = ("gfx942", "gfx950")
 
@@ -120,9 +121,15 @@ def unsupported_layer(backend: str, dtype: torch.dtype, dim: int, hidden_dim: in
 
 def unsupported_precision(backend: str, precision: str) -> str | None:
     """Why a backend has no kernels for a precision, and what to do; None if it has."""
-    if backend == "triton" and precision != "bf16":
-        return (
-            f"it has no kernels for precision = {precision!r}. Use precision = 'bf16', or backend = 'hopper' on H100 or H200, or "
-            "backend = 'reference'."
-        )
-    return None
+    if precision in _PRECISIONS[backend]:
+        return None
+    return (
+        f"it has no kernels for precision = {precision!r}. Use precision = 'bf16', or backend = 'hopper' on H100 or H200, or "
+        "backend = 'reference'."
+    )
+
+
+def backend_for(precision: str) -> str:
+    """The fastest backend that has kernels for a precision, or the last one if none has."""
+    able = (backend for backend in KERNEL_BACKENDS if unsupported_precision(backend, precision) is None)
+    return next(able, KERNEL_BACKENDS[-1])

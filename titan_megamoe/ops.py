@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from . import hopper, reference
-from .backends import KERNEL_BACKENDS, missing_on_this_machine, unsupported_layer
+from .backends import backend_for, KERNEL_BACKENDS, missing_on_this_machine, unsupported_layer
 from .plan import RoutingPlan
+from .quantize import FORMATS
 from .reference import Link, Saved
 from .weight_cache import NO_CACHE, WeightCache
 
@@ -32,11 +33,9 @@ PRECISIONS = {
     "bf16": "no quantisation: the inputs' own dtype, fp32 accumulation",
     "fp8": "blockwise FP8 forward and backward (Hopper)",
     "fp8_bwd": "BF16 forward, blockwise FP8 backward (Hopper)",
-    "mxfp8": "MXFP8 forward and backward (Blackwell)",
+    "mxfp8": "MXFP8 forward and backward (B200, B300, MI350X, MI355X)",
 }
-FP8_PRECISIONS = ("fp8", "fp8_bwd")
-"""Those that the Hopper kernels compute, and the reference backend emulates."""
-WGRADS = ("bf16", "fp8")
+WGRADS = ("bf16", "fp8", "mxfp8")
 MAX_TOP_K = 32
 
 _PLAN_FIELDS = len(fields(RoutingPlan))
@@ -57,6 +56,7 @@ def mega_moe(
     wgrad: str = "bf16",
     saved: str = "activations",
     backend: str = "auto",
+    allow_emulation: bool = False,
     capacity: float | None = None,
     is_recomputed: bool = False,
     weight_cache: WeightCache | None = None,
@@ -76,11 +76,13 @@ def mega_moe(
         w3_EFD: ``[E, F, D]`` up projections. Weights have the dtype of ``x_TD``.
         group: the expert-parallel group; None if this rank holds all experts.
         precision: ``"bf16"`` computes in the inputs' dtype without quantisation; see :data:`PRECISIONS` and docs/precision.md.
-        wgrad: with precision ``"fp8"`` or ``"fp8_bwd"``, what weight gradients are computed in: ``"bf16"`` or ``"fp8"``.
+        wgrad: what weight gradients are computed in: ``"bf16"``, or with precision ``"fp8"`` or ``"fp8_bwd"`` ``"fp8"``, or with
+            ``"mxfp8"`` ``"mxfp8"``.
         saved: ``"activations"`` keeps the pulled rows and gate/up for backward; ``"inputs"`` pulls and computes them again.
-        backend: ``"reference"`` (plain PyTorch, any device; emulates FP8), ``"hopper"`` (fused kernels on H100 and H200),
+        backend: ``"reference"`` (plain PyTorch, any device; emulates FP8 and MXFP8), ``"hopper"`` (fused kernels on H100 and H200),
             ``"triton"`` (portable fused kernels, bf16, on NVIDIA GPUs since A100 and on AMD's MI300 and MI350 series), or
-            ``"auto"``, which picks the best one for these inputs and logs it once. It does not pick an emulation.
+            ``"auto"``, which picks the best one for these inputs and logs it once.
+        allow_emulation: whether ``"auto"`` may pick an emulation of ``precision``, which is slow, where nothing computes it natively.
         capacity: of the backends on kernels: rows that this rank has room for, as a multiple of ``T * K``, in memory of static
             size; more rows are an error (``CapacityExceeded``) that :func:`titan_megamoe.check_step` raises. None: exactly
             the rows that were routed here, for which the host waits once per call.
@@ -105,7 +107,8 @@ def mega_moe(
     _check_choice("saved", saved, SAVED)
     if capacity is not None and not 0 < capacity < math.inf:
         raise ValueError(f"mega_moe: capacity = {capacity}. Pass a positive multiple of T * K, such as 1.5, or None.")
-    backend = select_backend(backend, x_TD.device, x_TD.dtype, x_TD.shape[1], w1_EFD.shape[1], precision)
+    layer = (x_TD.device, x_TD.dtype, x_TD.shape[1], w1_EFD.shape[1])
+    backend = select_backend(backend, *layer, precision, allow_emulation=allow_emulation)
     tensors = (x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD)
     group_name = group.group_name if group else ""
     cache_key = weight_cache.key if weight_cache is not None else None
@@ -121,7 +124,14 @@ def mega_moe(
 
 
 def select_backend(
-    backend: str, device: torch.device, dtype: torch.dtype, dim: int, hidden_dim: int, precision: str
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    dim: int,
+    hidden_dim: int,
+    precision: str,
+    *,
+    allow_emulation: bool = False,
 ) -> str:
     """Resolve ``"auto"`` for a layer, and log what was picked and why, once per process.
 
@@ -140,12 +150,15 @@ def select_backend(
         able = [name for name in candidates if missing[name] is None]
         if not able and backend != "auto":
             raise ValueError(f"mega_moe: backend = {backend!r} cannot run this layer: {missing[backend]}")
-        if not able and precision != "bf16":
+        if not able and precision != "bf16" and not allow_emulation:
             raise ValueError(
-                f"mega_moe: precision = {precision!r} ({PRECISIONS[precision]}) cannot run here: {missing['hopper']} Use "
-                "precision = 'bf16', or backend = 'reference', which emulates it slowly."
+                f"mega_moe: precision = {precision!r} ({PRECISIONS[precision]}) cannot run here: "
+                f"{missing[backend_for(precision)]} Use precision = 'bf16', or allow_emulation = true or backend = 'reference', "
+                "which emulate it slowly."
             )
         reasons = "; ".join(f"{name!r} cannot: {reason}" for name, reason in missing.items())
+        if precision != "bf16":
+            reasons = f"which EMULATES precision = {precision!r}, slowly, as allow_emulation = true allows: {reasons}"
         chosen, why = (able[0], "the fastest here") if able else ("reference", reasons)
     if not torch.compiler.is_compiling() and chosen not in _announced:
         _announced.add(chosen)
@@ -157,7 +170,7 @@ def _missing_for(
     backend: str, device: torch.device, dtype: torch.dtype, dim: int, hidden_dim: int, precision: str
 ) -> str | None:
     """Why a backend on kernels cannot compute this layer here; None if it can."""
-    missing = "x_TD is on the CPU" if device.type == "cpu" else missing_on_this_machine(backend)
+    missing = "x_TD is on the CPU." if device.type == "cpu" else missing_on_this_machine(backend)
     return missing or unsupported_layer(backend, dtype, dim, hidden_dim, precision)
 
 
@@ -178,13 +191,13 @@ def check_step() -> None:
 
 
 def check_precision(precision: str, wgrad: str) -> None:
-    """Raise ValueError for an unknown precision, or one that nothing computes yet."""
+    """Raise ValueError for an unknown precision, or weight gradients in what does not go with it."""
     _check_choice("precision", precision, tuple(PRECISIONS))
     _check_choice("wgrad", wgrad, WGRADS)
-    if precision not in ("bf16", *FP8_PRECISIONS):
+    possible = FORMATS[precision].wgrads
+    if wgrad not in possible:
         raise ValueError(
-            f"mega_moe: precision = {precision!r} ({PRECISIONS[precision]}) has no kernels in this version of titan_megamoe. "
-            f"Use one of: bf16, {', '.join(FP8_PRECISIONS)}."
+            f"mega_moe: wgrad = {wgrad!r} does not go with precision = {precision!r}. Use one of: {', '.join(possible)}."
         )
 
 
@@ -240,7 +253,9 @@ def _(x_TD, topk_ids_TK, topk_scores_TK, w1_EFD, w2_EDF, w3_EFD, group_name, sav
     )
     kept = Saved(
         row_scores_R=topk_scores_TK.new_empty(num_rows),
-        x_rows_RD=x_TD.new_empty(num_kept, x_TD.shape[1], dtype=torch.float32 if precision == "fp8" else x_TD.dtype),
+        x_rows_RD=x_TD.new_empty(
+            num_kept, x_TD.shape[1], dtype=torch.float32 if FORMATS[precision].forward else x_TD.dtype
+        ),
         gate_RF=x_TD.new_empty(num_kept, hidden_dim),
         up_RF=x_TD.new_empty(num_kept, hidden_dim),
     )

@@ -11,8 +11,8 @@ the down projection's *result* in the accumulation type, and each row that cross
 ``a = silu(gate) * up`` and ``g = W2^T dout`` the score gradient is ``<g, a>``, so the down projection's output is neither
 saved nor recomputed for backward.
 
-FP8 (``precision``) is emulated: what the kernels quantise is quantised and at once dequantised to fp32 (``quantize.py``), and
-then multiplied in fp32. Everything that crosses the link in dispatch, forward and backward, is quantised at its owner.
+FP8 and MXFP8 (``precision``) are emulated: what the kernels quantise is quantised and at once dequantised to fp32
+(``quantize.py``), and then multiplied in fp32. Everything that crosses the link in dispatch, forward and backward, is quantised at its owner.
 
 Shape suffixes are those of ``plan.py``.
 """
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from .plan import build_plan, RoutingPlan
-from .quantize import quantize_columns, quantize_rows, quantize_weights
+from .quantize import FORMATS, quantize_columns, quantize_mx, quantize_rows, quantize_weights
 
 # torch 2.13 renamed it and warns about the old name at every call.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -139,12 +139,12 @@ def forward(
     Raises ValueError, on every rank of the group, if any rank's ids are out of range or its scores are not finite.
     """
     acc = accumulation_dtype(x_TD.dtype)
-    is_fp8 = precision == "fp8"
+    quantised = FORMATS[precision].forward
     plan, row_scores_R = route(topk_ids_TK, topk_scores_TK, num_local_experts=w1_EFD.shape[0], link=link)
-    x_rows_RD = _pull_rows(x_TD, plan, link, is_fp8)
-    gate_RF, up_RF = gate_up(x_rows_RD, _weight(w1_EFD, is_fp8), _weight(w3_EFD, is_fp8), plan)
-    h_RF = _factor(swiglu(gate_RF, up_RF), x_TD.dtype, is_fp8)
-    y_RD = grouped_mm(h_RF, _weight(w2_EDF, is_fp8).transpose(1, 2), plan) * row_scores_R.to(acc)[:, None]
+    x_rows_RD = _pull_rows(x_TD, plan, link, quantised)
+    gate_RF, up_RF = gate_up(x_rows_RD, *(_weight(w_EFD, quantised, -1) for w_EFD in (w1_EFD, w3_EFD)), plan)
+    h_RF = _factor(swiglu(gate_RF, up_RF), x_TD.dtype, quantised)
+    y_RD = grouped_mm(h_RF, _weight(w2_EDF, quantised, -1).transpose(1, 2), plan) * row_scores_R.to(acc)[:, None]
     partial_UD = pre_reduce(y_RD, plan)
     out_TD = push(partial_UD.to(x_TD.dtype), plan, link, num_tokens=x_TD.shape[0])
 
@@ -182,16 +182,17 @@ def backward(
     """
     dtype, acc = x_TD.dtype, accumulation_dtype(x_TD.dtype)
     x_rows_RD, gate_RF, up_RF = saved.x_rows_RD, saved.gate_RF, saved.up_RF
-    forward_is_fp8, is_fp8 = precision == "fp8", precision in ("fp8", "fp8_bwd")
+    formats = FORMATS[precision]
+    quantised, wgrad_quantised = formats.backward, formats.of_weight_gradients(wgrad)
     if not kept_activations:
-        x_rows_RD = _pull_rows(x_TD, plan, link, forward_is_fp8)
-        weights = _weight(w1_EFD, forward_is_fp8), _weight(w3_EFD, forward_is_fp8)
+        x_rows_RD = _pull_rows(x_TD, plan, link, formats.forward)
+        weights = (_weight(w_EFD, formats.forward, -1) for w_EFD in (w1_EFD, w3_EFD))
         gate_RF, up_RF = (t.to(dtype) for t in gate_up(x_rows_RD, *weights, plan))
     gate_RF, up_RF = gate_RF.to(acc), up_RF.to(acc)
 
-    dout_rows_RD = _pull_rows(dout_TD, plan, link, is_fp8)
+    dout_rows_RD = _pull_rows(dout_TD, plan, link, quantised)
     # Rounded as in the kernels, where it goes from one warpgroup to another in bf16.
-    g_RF = grouped_mm(dout_rows_RD, _weight(w2_EDF, is_fp8), plan).to(dtype).to(acc)
+    g_RF = grouped_mm(dout_rows_RD, _weight(w2_EDF, quantised, -2), plan).to(dtype).to(acc)
     a_RF = swiglu(gate_RF, up_RF)
     scores_R1 = saved.row_scores_R.to(acc)[:, None]
     dscore_R = (g_RF * a_RF).sum(dim=1)
@@ -200,10 +201,10 @@ def backward(
     dgate_RF = da_RF * up_RF * sigmoid_RF * (1 + gate_RF * (1 - sigmoid_RF))
     dup_RF = da_RF * gate_RF * sigmoid_RF
 
-    # In FP8, too, they are quantised from the layer's own type, in which the weight gradients read them.
+    # Where they are quantised, too, it is from the layer's own type, in which the weight gradients read them.
     dgate_RF, dup_RF = dgate_RF.to(dtype), dup_RF.to(dtype)
-    dx_rows_RD = grouped_mm(_factor(dgate_RF, dtype, is_fp8), _weight(w1_EFD, is_fp8), plan)
-    dx_rows_RD += grouped_mm(_factor(dup_RF, dtype, is_fp8), _weight(w3_EFD, is_fp8), plan)
+    dx_rows_RD = grouped_mm(_factor(dgate_RF, dtype, quantised), _weight(w1_EFD, quantised, -2), plan)
+    dx_rows_RD += grouped_mm(_factor(dup_RF, dtype, quantised), _weight(w3_EFD, quantised, -2), plan)
     dx_TD = push(pre_reduce(dx_rows_RD, plan).to(dtype), plan, link, num_tokens=x_TD.shape[0])
     # Each route has one expert, hence one rank: the others' entries are zero and the sum over ranks is exact.
     dscore_UK = _gather_rows(dscore_R, plan.row_of_slot_UK)
@@ -211,8 +212,9 @@ def backward(
 
     def outer(left_RI: torch.Tensor, right_RJ: torch.Tensor) -> torch.Tensor:
         """Both are quantised anew, along the rows that are summed over."""
-        if is_fp8 and wgrad == "fp8":
-            left_RI, right_RJ = (quantize_columns(rows, _expert_rows(plan)) for rows in (left_RI, right_RJ))
+        if wgrad_quantised:
+            experts = _expert_rows(plan)
+            left_RI, right_RJ = (quantize_columns(rows, experts, wgrad_quantised) for rows in (left_RI, right_RJ))
         else:
             left_RI, right_RJ = left_RI.to(dtype), right_RJ.to(dtype)
         return grouped_outer(left_RI, right_RJ, plan)
@@ -226,22 +228,26 @@ def backward(
     )
 
 
-# ---- FP8: quantised and dequantised to fp32, or left as they are
+# ---- quantised and dequantised to fp32, or left as they are; ``quantised``: a format as in ``quantize.Formats``, or None
 
 
-def _pull_rows(x_TD: torch.Tensor, plan: RoutingPlan, link: Link, is_fp8: bool) -> torch.Tensor:
+def _pull_rows(x_TD: torch.Tensor, plan: RoutingPlan, link: Link, quantised: str | None) -> torch.Tensor:
     """``[R, D]``: each row's token."""
-    x_TD = quantize_rows(x_TD).dequantize() if is_fp8 else x_TD
-    return pull(x_TD, plan, link)[plan.row_token_R]
+    return pull(_factor(x_TD, x_TD.dtype, quantised), plan, link)[plan.row_token_R]
 
 
-def _weight(w_EIJ: torch.Tensor, is_fp8: bool) -> torch.Tensor:
-    return quantize_weights(w_EIJ).dequantize() if is_fp8 else w_EIJ
+def _weight(w_EIJ: torch.Tensor, quantised: str | None, contracted: int) -> torch.Tensor:
+    """``contracted``: the dimension that the product sums over, -1 or -2. Blocks of 128 x 128 are the same for both."""
+    if quantised == "mxfp8":
+        return quantize_mx(w_EIJ, contracted).dequantize()
+    return quantize_weights(w_EIJ).dequantize() if quantised == "fp8" else w_EIJ
 
 
-def _factor(rows_RI: torch.Tensor, dtype: torch.dtype, is_fp8: bool) -> torch.Tensor:
-    """The left factor of a product, from the accumulation type it was computed in."""
-    return quantize_rows(rows_RI).dequantize() if is_fp8 else rows_RI.to(dtype)
+def _factor(rows_RI: torch.Tensor, dtype: torch.dtype, quantised: str | None) -> torch.Tensor:
+    """The left factor of a product that contracts its last dimension, from the accumulation type it was computed in."""
+    if quantised is None:
+        return rows_RI.to(dtype)
+    return (quantize_mx if quantised == "mxfp8" else quantize_rows)(rows_RI).dequantize()
 
 
 # ---- stages

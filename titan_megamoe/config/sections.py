@@ -22,10 +22,10 @@ class DispatchSection:
 
     precision: Precision = "bf16"
     """Arithmetic of the experts' GEMMs: see docs/precision.md. Only for type 'mega_moe'; the others keep 'bf16'. 'fp8' and
-    'fp8_bwd' need a Hopper GPU, or backend 'reference', which emulates them slowly; 'mxfp8' is refused in this version."""
+    'fp8_bwd' need a Hopper GPU; 'mxfp8' has no kernels yet. Backend 'reference' emulates all of them, slowly."""
 
-    wgrad: Literal["bf16", "fp8"] = "bf16"
-    """What 'fp8' and 'fp8_bwd' compute the experts' weight gradients in."""
+    wgrad: Literal["bf16", "fp8", "mxfp8"] = "bf16"
+    """What the experts' weight gradients are computed in: 'bf16', or with 'fp8' and 'fp8_bwd' 'fp8', or with 'mxfp8' 'mxfp8'."""
 
     saved: Literal["activations", "inputs"] = "activations"
     """What 'mega_moe' keeps for backward: the pulled rows and gate/up, or only its inputs and the routing plan (less
@@ -35,6 +35,9 @@ class DispatchSection:
     backend: Literal["auto", "reference", "hopper", "triton"] = "auto"
     """Implementation of 'mega_moe': plain PyTorch ('reference'), the fused kernels for H100 and H200 ('hopper'), the portable ones
     for other NVIDIA and AMD GPUs ('triton', bf16 only), or the best one for this machine ('auto', logged)."""
+
+    allow_emulation: bool = False
+    """Whether backend 'auto' may emulate a precision that nothing computes natively here: right, but slow. Off: it is refused."""
 
     capacity: float | None = None
     """Memory for the rows that a rank's experts receive, with a backend on kernels. Unset: exactly what each call needs, for

@@ -26,6 +26,7 @@ def mega_moe(
     wgrad: str = "bf16",
     saved: str = "activations",
     backend: str = "auto",
+    allow_emulation: bool = False,
     capacity: float | None = None,
     weight_cache: bool = True,
 ) -> MegaMoERoutedExperts.Config:
@@ -37,6 +38,7 @@ def mega_moe(
         wgrad=wgrad,
         saved=saved,
         backend=backend,
+        allow_emulation=allow_emulation,
         capacity=capacity,
         weight_cache=weight_cache,
     )

@@ -27,6 +27,7 @@ class MegaMoERoutedExperts(RoutedExperts):
         wgrad: str = "bf16"
         saved: str = "activations"
         backend: str = "auto"
+        allow_emulation: bool = False
         capacity: float | None = None
         weight_cache: bool = True
 
@@ -44,6 +45,7 @@ class MegaMoERoutedExperts(RoutedExperts):
         self.saved = config.saved
         self.capacity = config.capacity
         self.asked_backend = config.backend
+        self.allow_emulation = config.allow_emulation
         self.backend = self._resolve_backend(config.inner_experts.hidden_dim)
         self.is_recomputed = False  # full activation checkpointing says otherwise
         self.weight_cache = WeightCache() if config.weight_cache and config.precision != "bf16" else None
@@ -79,6 +81,7 @@ class MegaMoERoutedExperts(RoutedExperts):
             wgrad=self.wgrad,
             saved=self.saved,
             backend=self.backend,
+            allow_emulation=self.allow_emulation,
             capacity=self.capacity,
             is_recomputed=self.is_recomputed,
             weight_cache=self.weight_cache,
@@ -96,8 +99,15 @@ class MegaMoERoutedExperts(RoutedExperts):
     def _resolve_backend(self, hidden_dim: int) -> str:
         """Ahead of the forward, which may be traced and has no GPU to ask while the model is on the meta device."""
         device = torch.device(torchtitan.tools.utils.device_type)
+        dim = self.inner_experts.w1_EFD.shape[2]
         return select_backend(
-            self.asked_backend, device, torch.bfloat16, self.inner_experts.w1_EFD.shape[2], hidden_dim, self.precision
+            self.asked_backend,
+            device,
+            torch.bfloat16,
+            dim,
+            hidden_dim,
+            self.precision,
+            allow_emulation=self.allow_emulation,
         )
 
 

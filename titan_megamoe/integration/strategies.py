@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
-from ..backends import KERNEL_BACKENDS, missing_on_this_machine, unsupported_precision
+from ..backends import backend_for, KERNEL_BACKENDS, missing_on_this_machine, unsupported_precision
 from ..config.sections import DispatchSection
 from ..ops import check_precision
 
@@ -88,12 +88,17 @@ def _missing_for_mega_moe(config) -> str | None:
             "model.converters and set model.moe.dispatch.precision."
         )
     dispatch: DispatchSection = config.model.moe.dispatch
-    # FP8 runs on one backend's kernels only; 'auto' never emulates it.
     backends = KERNEL_BACKENDS if dispatch.backend == "auto" else (dispatch.backend,)
-    if dispatch.precision != "bf16" and dispatch.backend != "reference":
-        missing = unsupported_precision(backends[0], dispatch.precision) or missing_on_this_machine(backends[0])
+    may_emulate = dispatch.backend == "reference" or (dispatch.backend == "auto" and dispatch.allow_emulation)
+    if dispatch.precision != "bf16" and not may_emulate:
+        # Each quantised precision has one backend's kernels.
+        backend = backend_for(dispatch.precision) if dispatch.backend == "auto" else dispatch.backend
+        missing = unsupported_precision(backend, dispatch.precision) or missing_on_this_machine(backend)
         if missing:
-            return f"for precision = '{dispatch.precision}', {missing}"
+            return (
+                f"for precision = '{dispatch.precision}', {missing} To have it emulated, slowly, set backend = 'auto' and "
+                "allow_emulation = true."
+            )
     uses_symmetric_memory = any(name in KERNEL_BACKENDS and missing_on_this_machine(name) is None for name in backends)
     if uses_symmetric_memory and config.parallelism.expert_parallel_degree > 1:
         return _unreachable_peer(config)
@@ -176,7 +181,7 @@ def override_imports(config) -> list[tuple[str, dict]]:
     named_by_user = {entry if isinstance(entry, str) else entry[0] for entry in config.override.imports}
     dispatch: DispatchSection = config.model.moe.dispatch
     if dispatch.type == "mega_moe":
-        names = ("precision", "wgrad", "saved", "backend", "capacity", "weight_cache")
+        names = ("precision", "wgrad", "saved", "backend", "allow_emulation", "capacity", "weight_cache")
         options = {name: getattr(dispatch, name) for name in names}
         entries.append((f"{_OVERRIDES}.mega_moe", options))
         if type(config.activation_checkpoint) is SelectiveAC.Config:
