@@ -29,6 +29,8 @@ VARIANTS = {
     "fp8, wgrad bf16": dict(precision="fp8", wgrad="bf16"),
     "fp8_bwd": dict(precision="fp8_bwd", wgrad="fp8"),
     "fp8_bwd, wgrad bf16": dict(precision="fp8_bwd", wgrad="bf16"),
+    "mxfp8": dict(precision="mxfp8", wgrad="mxfp8"),
+    "mxfp8, wgrad bf16": dict(precision="mxfp8", wgrad="bf16"),
 }
 
 
