@@ -151,8 +151,9 @@ def to_mx(x, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit
 def from_mx(values, scales, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
     """fp32 ``[HEIGHT, WIDTH]`` of what :func:`to_mx` returns."""
-    # For a scale of 255 this is an infinity instead of NaN, and for 0 it is 0: times values that are NaN, and 0, the same.
-    factor = (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    # For a scale of 0 this is 0 instead of 2^-127: its values are zeros. 255 is NaN.
+    exponent = scales.to(tl.int32)
+    factor = tl.where(exponent == 255, 0x7FC00000, exponent << 23).to(tl.float32, bitcast=True)
     groups = values.to(tl.float32).reshape([HEIGHT, WIDTH // _GROUP, _GROUP])
     return (groups * factor[:, :, None]).reshape([HEIGHT, WIDTH])
 

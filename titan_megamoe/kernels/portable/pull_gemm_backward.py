@@ -386,12 +386,36 @@ def _write(
 def _write_columns(
     g, score_r, activations, outputs, mx_outputs, row, column, rows, HIDDEN: tl.constexpr, MX: tl.constexpr
 ):
-    """Write dgate, dup and scaled_h of 64 columns. Returns their part of the score gradient."""
+    """Write dgate, dup and scaled_h of 64 columns, in MX of a group of them at a time. Returns their part of the score gradient."""
+    if MX:
+        left, right = g.reshape([BLOCK_M, 2, 32]).permute([0, 2, 1]).split()
+        dscore_r = _write_part(left, score_r, activations, outputs, mx_outputs, row, column, rows, HIDDEN, 32, MX)
+        column += 32
+        dscore_r += _write_part(right, score_r, activations, outputs, mx_outputs, row, column, rows, HIDDEN, 32, MX)
+    else:
+        dscore_r = _write_part(g, score_r, activations, outputs, mx_outputs, row, column, rows, HIDDEN, 64, MX)
+    return dscore_r
+
+
+@triton.jit
+def _write_part(
+    g,
+    score_r,
+    activations,
+    outputs,
+    mx_outputs,
+    row,
+    column,
+    rows,
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MX: tl.constexpr,
+):
     gate_RF, up_RF, _ = activations
     dgate_RF, dup_RF, scaled_h_RF, _, _ = outputs
     row_r = tl.arange(0, BLOCK_M)
     is_row = (row_r < rows)[:, None]
-    offsets = column + matrix_offsets(BLOCK_M, 64, HIDDEN)
+    offsets = column + matrix_offsets(BLOCK_M, WIDTH, HIDDEN)
     gate = tl.load(row_of(gate_RF, row, HIDDEN) + offsets, mask=is_row, other=0.0).to(tl.float32)
     up = tl.load(row_of(up_RF, row, HIDDEN) + offsets, mask=is_row, other=0.0).to(tl.float32)
     # Padding is written as zeros, which the weight gradients read, whatever was multiplied there.
@@ -409,6 +433,6 @@ def _write_columns(
     tl.store(row_of(scaled_h_RF, row, HIDDEN) + offsets, (score * silu * up).to(tl.bfloat16), mask=is_written)
     if MX:
         dgate_fp8_RF, dgate_scales_Rg, dup_fp8_RF, dup_scales_Rg = mx_outputs
-        store_mx(dgate.to(tl.float32), dgate_fp8_RF, dgate_scales_Rg, row, column, rows, 64, HIDDEN)
-        store_mx(dup.to(tl.float32), dup_fp8_RF, dup_scales_Rg, row, column, rows, 64, HIDDEN)
+        store_mx(dgate.to(tl.float32), dgate_fp8_RF, dgate_scales_Rg, row, column, rows, WIDTH, HIDDEN)
+        store_mx(dup.to(tl.float32), dup_fp8_RF, dup_scales_Rg, row, column, rows, WIDTH, HIDDEN)
     return dscore_r

@@ -98,7 +98,7 @@ GPUS = {
         ),
         mxfp8=Stages(
             pull_gemm={64: 2},
-            pull_gemm_backward={128: 2},
+            pull_gemm_backward={128: 3},
             gemm_push={128: 2},
             weight_gradients={128: 2},
         ),
@@ -206,7 +206,9 @@ def tune_pull_gemm_backward(kind: str, dim: int, hidden_dim: int, *, is_mx: bool
 
 
 def _tune_pull(stages: dict[int, int], block_n: int, dim: int, elements: int, is_mx: bool) -> PortableTuning:
-    columns = min(2048, _next_power_of_2(dim // 2 if is_mx else dim))  # of two bytes, as they are copied
+    # Of two bytes, as they are copied. In MXFP8 as many tokens as in bf16: more of them would take no fewer registers.
+    words, elements = (dim // 2, elements // 2) if is_mx else (dim, elements)
+    columns = min(2048, _next_power_of_2(words))
     return PortableTuning(block_n=block_n, stages=stages[block_n], columns=columns, tokens=min(64, elements // columns))
 
 

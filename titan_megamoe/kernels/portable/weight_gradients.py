@@ -16,7 +16,7 @@ import triton.language as tl
 from ... import quantize
 from ..launch import check_scales, check_sizes, check_tensor, grid_size
 from ..plan_tables import Counters, KernelPlan
-from .common import claim, dot, GROUP, load_step, multiply_step, PADDING_M, trip_count
+from .common import BLOCK_M as TILE_ROWS, claim, dot, GROUP, load_step, multiply_step, PADDING_M, trip_count
 from .tuning import gpu_kind, step_depth, tune_weight_gradients, WeightGradientsTuning
 
 
@@ -238,6 +238,7 @@ def weight_gradients_kernel(
     F_COLUMN_TILES: tl.constexpr = HIDDEN // BLOCK_N
     DW13_TILES: tl.constexpr = 2 * F_TILES * (DIM // BLOCK_N)
     TILES: tl.constexpr = DW13_TILES + DIM // BLOCK_M * F_COLUMN_TILES
+    num_rows = tl.multiple_of(num_rows, TILE_ROWS)
     index = claim(queue + _TILE_QUEUE, 1)
     while index < num_experts * TILES:
         expert = index // TILES
@@ -257,7 +258,7 @@ def weight_gradients_kernel(
             left, dw, left_scales = dgate, dw1_EFD, dgate_scales
         rows = tl.load(expert_rows_e + expert)
         if (rows > 0) | (not ACCUMULATE):  # an addition of nothing changes nothing
-            first_row = tl.load(expert_start_e1 + expert).to(tl.int64)
+            first_row = tl.multiple_of(tl.load(expert_start_e1 + expert), TILE_ROWS).to(tl.int64)
             row, column = m * BLOCK_M, n * BLOCK_N
             if MX:
                 product = _multiply_mx(
