@@ -76,7 +76,7 @@ def kernels(monkeypatch):
         monkeypatch.setattr(hopper, name, getattr(fake, name))
     monkeypatch.setattr(hopper, "workspace_for", lambda *args, **kwargs: None)
     monkeypatch.setattr(hopper, "rehearse", lambda *args, **kwargs: None)
-    monkeypatch.setattr(ops, "select_backend", lambda backend, *args: backend)
+    monkeypatch.setattr(ops, "select_backend", lambda backend, *args, **kwargs: backend)
     return fake
 
 

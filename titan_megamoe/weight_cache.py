@@ -24,6 +24,10 @@ _keys = itertools.count(1)
 _caches: weakref.WeakValueDictionary[int, WeightCache] = weakref.WeakValueDictionary()
 _changes = 0
 
+COPY_BYTES = {None: 0.0, "fp8": 2.0, "mxfp8": 2.0 + 2.0 / MX_BLOCK}
+"""Of the copies of a weight, by what the backward multiplies (``quantize.Formats``), which every quantised precision does. Left out: scales of
+128 x 128 weights."""
+
 NO_CACHE = 0
 """The key of no cache."""
 

@@ -71,11 +71,11 @@ def _pull_tokens(
         num_routes = tl.max(tl.sum(is_row_tr.to(tl.int32), axis=1), axis=0)
         if WITH_SCORES:
             tl.store(row_scores_R + row_tr, tl.load(pull_scores_UK + entry_tr, mask=is_row_tr), mask=is_row_tr)
-        routes = (pull_rows_UK + u_t * TOP_K, is_token_t, num_routes)
-        _copy_tokens(x_addresses_P, source_t, pool_RD, routes, WIDTH, COLUMNS, 16)
+        routes = (pull_rows_UK, u_t, is_token_t, num_routes)
+        _copy_tokens(x_addresses_P, source_t, pool_RD, routes, TOP_K, WIDTH, COLUMNS, 16)
         if SCALE_WIDTH > 0:
             SCALE_COLUMNS: tl.constexpr = triton.next_power_of_2(SCALE_WIDTH)
-            _copy_tokens(scales_addresses_P, source_t, pool_scales_Rg, routes, SCALE_WIDTH, SCALE_COLUMNS, 4)
+            _copy_tokens(scales_addresses_P, source_t, pool_scales_Rg, routes, TOP_K, SCALE_WIDTH, SCALE_COLUMNS, 4)
         finish_stores()
         tl.atomic_add(arrival_M + row_tr // BLOCK_M, 1, mask=is_row_tr, sem="release", scope="gpu")
         first = claim(queue + _PULL_QUEUE, TOKENS)
@@ -83,10 +83,17 @@ def _pull_tokens(
 
 @triton.jit
 def _copy_tokens(
-    addresses_P, source_t, to, routes, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ALIGNMENT: tl.constexpr
+    addresses_P,
+    source_t,
+    to,
+    routes,
+    TOP_K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
 ):
     """Copy tokens of WIDTH two-byte words, aligned to so many bytes, from their owners to their rows."""
-    rows_of_route_t, is_token_t, num_routes = routes
+    pull_rows_UK, u_t, is_token_t, num_routes = routes
     column_c = tl.arange(0, COLUMNS)
     to = to.to(tl.pointer_type(tl.int16), bitcast=True)
     address_t = tl.load(addresses_P + (source_t >> 32)) + (source_t & 0xFFFFFFFF) * (2 * WIDTH)
@@ -100,7 +107,7 @@ def _copy_tokens(
         )
         route = 0
         while route < num_routes:
-            row_t = tl.load(rows_of_route_t + route, mask=is_token_t, other=-1)
+            row_t = tl.load(pull_rows_UK + u_t * TOP_K + route, mask=is_token_t, other=-1)
             tl.store(
                 row_of(to, row_t, WIDTH)[:, None] + (start + column_c)[None, :],
                 x_tc,

@@ -425,14 +425,14 @@ def _write_part(
     dscore_r = tl.sum(g * silu * up, axis=1)
     score = score_r[:, None]
     g *= score
-    dgate = (g * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))).to(tl.bfloat16)
-    dup = (g * silu).to(tl.bfloat16)
+    dgate = g * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
     is_written = (row_r < padded(rows))[:, None]
-    tl.store(row_of(dgate_RF, row, HIDDEN) + offsets, dgate, mask=is_written)
-    tl.store(row_of(dup_RF, row, HIDDEN) + offsets, dup, mask=is_written)
+    tl.store(row_of(dgate_RF, row, HIDDEN) + offsets, dgate.to(tl.bfloat16), mask=is_written)
+    tl.store(row_of(dup_RF, row, HIDDEN) + offsets, (g * silu).to(tl.bfloat16), mask=is_written)
     tl.store(row_of(scaled_h_RF, row, HIDDEN) + offsets, (score * silu * up).to(tl.bfloat16), mask=is_written)
-    if MX:
+    if MX:  # of what weight gradients read, too
         dgate_fp8_RF, dgate_scales_Rg, dup_fp8_RF, dup_scales_Rg = mx_outputs
-        store_mx(dgate.to(tl.float32), dgate_fp8_RF, dgate_scales_Rg, row, column, rows, WIDTH, HIDDEN)
-        store_mx(dup.to(tl.float32), dup_fp8_RF, dup_scales_Rg, row, column, rows, WIDTH, HIDDEN)
+        dgate, dup = dgate.to(tl.bfloat16).to(tl.float32), (g * silu).to(tl.bfloat16).to(tl.float32)
+        store_mx(dgate, dgate_fp8_RF, dgate_scales_Rg, row, column, rows, WIDTH, HIDDEN)
+        store_mx(dup, dup_fp8_RF, dup_scales_Rg, row, column, rows, WIDTH, HIDDEN)
     return dscore_r
