@@ -166,7 +166,7 @@ class Layer:
             names = [field.name for group in groups for field in fields(group)]
             sent = workspace.published.slots_PTD, workspace.published.score_slots_PTK
             for tensor in (*(getattr(rows, name) for name in names), *sent):
-                tensor.fill_(NAN)
+                tensor.fill_(NAN if tensor.is_floating_point() else 255)  # which is NaN of a scale in MXFP8
 
     def backward(self, dout_ND, *, num_sms=None, pull=None, push=None):
         """Gradients of ``x_ND, scores_NK`` and the weights, from poisoned buffers, after a forward that saved gate and up.

@@ -60,20 +60,64 @@ def test_the_portable_kernels_can_be_asked_for_on_hopper(machine):
 def test_fp8_is_for_hopper(machine):
     machine("NVIDIA H200", capability=(9, 0))
     assert select_backend("auto", GPU, torch.bfloat16, 128, 128, "fp8") == "hopper"
-    with pytest.raises(
-        ValueError, match="backend = 'triton' cannot run this layer: it has no kernels for precision = 'fp8'. Use"
-    ):
-        select_backend("triton", GPU, torch.bfloat16, 128, 128, "fp8")
+    for backend, precision, able in (("triton", "fp8", "hopper"), ("hopper", "mxfp8", "triton")):
+        with pytest.raises(
+            ValueError,
+            match=f"{backend!r} cannot run .*: it has no kernels for precision = {precision!r}. Use .*{able!r}",
+        ):
+            select_backend(backend, GPU, torch.bfloat16, 128, 128, precision)
     machine("NVIDIA A100", capability=(8, 0))
     with pytest.raises(ValueError, match="precision = 'fp8' .* cannot run here: it needs a Hopper GPU"):
         select_backend("auto", GPU, torch.bfloat16, 128, 128, "fp8")
 
 
-@pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
-def test_auto_emulates_only_where_that_is_allowed(machine, precision):
-    machine("NVIDIA A100", capability=(8, 0))
-    layer = (GPU, torch.bfloat16, 128, 128, precision)
-    with pytest.raises(ValueError, match="Use precision = 'bf16', or allow_emulation = true or backend = 'reference'"):
+MX_LAYER = (GPU, torch.bfloat16, 128, 128, "mxfp8")
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("NVIDIA B200", dict(capability=(10, 0))),
+        ("NVIDIA B300", dict(capability=(10, 3))),
+        ("AMD Instinct MI355X", dict(architecture="gfx950")),
+    ],
+)
+def test_mxfp8_where_it_is_native(machine, name, options):
+    machine(name, **options)
+    for backend in ("auto", "triton"):
+        assert select_backend(backend, *MX_LAYER) == "triton"
+    with pytest.raises(ValueError, match="multiples of 128, and D = 192"):
+        select_backend("triton", GPU, torch.bfloat16, 192, 128, "mxfp8")
+
+
+def test_mxfp8_is_emulated_on_hopper_where_that_is_allowed(machine, caplog, monkeypatch):
+    machine("NVIDIA H200", capability=(9, 0))
+    for backend in ("auto", "triton"):
+        with pytest.raises(ValueError, match="MXFP8 is native on B200.* this is NVIDIA H200, where Triton emulates it"):
+            select_backend(backend, *MX_LAYER)
+        assert select_backend(backend, *MX_LAYER, allow_emulation=True) == "triton"
+    monkeypatch.setattr(ops, "_announced", set())
+    with caplog.at_level("INFO"):
+        select_backend("auto", *MX_LAYER, allow_emulation=True)
+    assert "EMULATES precision = 'mxfp8', slowly" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "precision, name, options",
+    [
+        ("fp8", "NVIDIA A100", dict(capability=(8, 0))),
+        ("mxfp8", "NVIDIA A100", dict(capability=(8, 0))),
+        ("mxfp8", "NVIDIA RTX PRO 6000", dict(capability=(12, 0))),
+        ("mxfp8", "AMD Instinct MI300X", dict(architecture="gfx942")),
+        ("mxfp8", "NVIDIA V100", dict(capability=(7, 0))),
+    ],
+)
+def test_elsewhere_the_reference_emulates_where_that_is_allowed(machine, precision, name, options):
+    machine(name, **options)
+    layer = (*MX_LAYER[:4], precision)
+    with pytest.raises(
+        ValueError, match=f"{name}.* Use precision = 'bf16', or allow_emulation = true or backend = 'ref"
+    ):
         select_backend("auto", *layer)
     assert select_backend("auto", *layer, allow_emulation=True) == "reference"
 
@@ -114,4 +158,6 @@ def test_every_backend_has_its_kernels(backend):
     kernels = backends.kernel_set(backend)
     for name in ("pull_gemm", "gemm_push", "pull_gemm_backward", "gemm_push_backward", "weight_gradients"):
         assert getattr(kernels, name).__name__ == name
+        for number_format in {"hopper": ("fp8",), "triton": ("mxfp8",)}[backend]:
+            assert getattr(kernels, f"{name}_{number_format}").__name__ == f"{name}_{number_format}"
     assert backend in ops.BACKENDS

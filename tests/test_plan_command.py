@@ -198,7 +198,10 @@ def test_what_does_not_fit_is_said(capsys):
         (["--config", DEBUG_CONFIG, "--ep", "two"], "--ep two: pass expert-parallel degrees"),
         (["--config", DEBUG_CONFIG, "--ep", "4", "--nproc", "6"], "--nproc 6: an expert-parallel degree of 4"),
         (["--config", DEBUG_CONFIG, "--model.flavor", "0.6B", "--model.moe.dispatch.type", "all_to_all"], "no experts"),
-        (["--config", DEBUG_CONFIG, "--precision", "mxfp8"], "--precision mxfp8 cannot be planned. Use some of: bf16"),
+        (
+            ["--config", DEBUG_CONFIG, "--precision", "mxfp8"],
+            "--precision mxfp8 cannot be planned for --gpu h200. Use some of: bf16",
+        ),
         (["--config", DEBUG_CONFIG, "--domain", "0"], "--domain 0: pass how many ranks NVLink joins"),
         (["--config", DEBUG_CONFIG, "--nproc", "0"], "--nproc 0"),
         (

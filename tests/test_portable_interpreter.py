@@ -28,19 +28,38 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 else:
     from dataclasses import replace
+    from types import SimpleNamespace
 
     from tests.kernel_gradients import Gradients, TOLERANCE as ROUNDED
     from tests.kernel_layer import GRADIENTS, Layer, NAN
     from tests.oracle import dense_moe, gradients, random_layer, relative_error
-    from titan_megamoe import hopper
+    from titan_megamoe import hopper, mega_moe
     from titan_megamoe.hopper import Numerics
-    from titan_megamoe.kernels import plan_tables
+    from titan_megamoe.hopper_stages import Stages
+    from titan_megamoe.kernels import combine, plan_tables
     from titan_megamoe.kernels.launch import INTERPRETED_PROGRAMS
-    from titan_megamoe.kernels.plan_tables import BackwardRows, BLOCK_M, KeptRows, KernelFault, LayerShape
+    from titan_megamoe.kernels.plan import build_kernel_plan, read_sizes
+    from titan_megamoe.kernels.plan_tables import (
+        BackwardRows,
+        BLOCK_M,
+        HiddenRows,
+        KeptRows,
+        KernelFault,
+        LayerShape,
+        Layout,
+        PHASE_ALL_SENT,
+        PHASE_PUBLISHED,
+        ResultRows,
+    )
+    from titan_megamoe.reference import Gradients as LayerGradients
     from titan_megamoe.symmetric import SymmetricWorkspace, virtual_workspaces
 
     LOOSE = 3.0
     """The interpreter cuts values off where a GPU rounds them: errors are twice as large, and do not cancel."""
+
+    MX_BOUND = 4e-2
+    """Against the emulation, from which e4m3 differs where gradients in bf16 were cut off before. With an emulation that cuts them off, too,
+    the gradients of x and of scores differ by less than 1%."""
 
     NUM_PROGRAMS = [1, INTERPRETED_PROGRAMS]
 
@@ -157,22 +176,121 @@ else:
         for name, tensor in made.run(before).items():
             assert torch.equal(tensor, before[name]), name
 
-    @pytest.mark.parametrize("saved", ["activations", "inputs"])
-    def test_the_layer(saved, monkeypatch):
-        """``hopper.py`` on the kernels that ``backends.py`` gives it for ``triton``."""
+    def run_layer(monkeypatch, inputs, dout_TD, saved: str, **numerics):
+        """Output and gradients of ``hopper.py`` on the kernels that ``backends.py`` gives it for ``triton``."""
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(SymmetricWorkspace, "check_later", SymmetricWorkspace.check)
-        inputs = random_layer(50, 64, 128, 3, 2, dtype=torch.bfloat16)
         x_TD, ids_TK, scores_TK, w1_EFD, w2_EDF, w3_EFD = inputs
-        shape = LayerShape(ep_size=1, max_tokens=50, dim=64, hidden_dim=128, num_local_experts=3, top_k=2)
-        common = dict(workspace=virtual_workspaces(shape, "cpu")[0], numerics=Numerics(kernels="triton"))
+        (num_tokens, dim), (num_experts, hidden_dim, _) = x_TD.shape, w1_EFD.shape
+        sizes = dict(dim=dim, hidden_dim=hidden_dim, num_local_experts=num_experts, top_k=ids_TK.shape[1])
+        shape = LayerShape(ep_size=1, max_tokens=num_tokens, **sizes)
+        common = dict(workspace=virtual_workspaces(shape, "cpu")[0], numerics=Numerics(kernels="triton", **numerics))
         keep = saved == "activations"
         first = hopper.dispatch(x_TD, ids_TK, scores_TK, w1_EFD, w3_EFD, keep_activations=keep, **common)
         out_TD = hopper.combine(first.plan, first.rows_R0, first.h, ids_TK, w2_EDF, **common)
-        dout_TD = torch.randn(50, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
         kept = dict(plan=first.plan, kept=first.kept, rows_R0=first.rows_R0, kept_activations=keep)
         grads = hopper.backward(dout_TD, *inputs, **kept, **common)
+        return out_TD, grads.x_TD, grads.topk_scores_TK, grads.w1_EFD, grads.w2_EDF, grads.w3_EFD
+
+    @pytest.mark.parametrize("saved", ["activations", "inputs"])
+    def test_the_layer(saved, monkeypatch):
+        inputs = random_layer(50, 64, 128, 3, 2, dtype=torch.bfloat16)
+        dout_TD = torch.randn(50, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+        actual = run_layer(monkeypatch, inputs, dout_TD, saved)
         expected = gradients(dense_moe, [t.double() if t.is_floating_point() else t for t in inputs], dout_TD.double())
-        actual = (out_TD, grads.x_TD, grads.topk_scores_TK, grads.w1_EFD, grads.w2_EDF, grads.w3_EFD)
         for name, a, b in zip(("out", *GRADIENTS), actual, expected, strict=True):
             assert relative_error(a, b) < LOOSE * 1e-2, name
+
+    # ---- in MXFP8
+
+    @pytest.mark.parametrize("saved", ["activations", "inputs"])
+    @pytest.mark.parametrize("wgrad", ["mxfp8", "bf16"])
+    def test_the_layer_in_mxfp8(saved, wgrad, monkeypatch):
+        inputs = random_layer(70, 128, 256, 3, 2, dtype=torch.bfloat16)
+        dout_TD = torch.randn(70, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+        options = dict(precision="mxfp8", wgrad=wgrad)
+        actual = run_layer(monkeypatch, inputs, dout_TD, saved, **options)
+        emulated = gradients(lambda *a: mega_moe(*a, backend="reference", **options), inputs, dout_TD)
+        exact = gradients(dense_moe, [t.double() if t.is_floating_point() else t for t in inputs], dout_TD.double())
+        for name, a, b, c in zip(("out", *GRADIENTS), actual, emulated, exact, strict=True):
+            assert relative_error(a, b) < MX_BOUND, name
+            assert 1e-2 < relative_error(a, c) < 8e-2, name
+
+    @pytest.mark.parametrize("wgrad", ["mxfp8", "bf16"])
+    @pytest.mark.parametrize("tokens_per_rank", [[40, 33], [60, 0]])
+    def test_two_ranks_in_mxfp8(tokens_per_rank, wgrad):
+        numerics = Numerics(kernels="triton", precision="mxfp8", wgrad=wgrad)
+        inputs = random_layer(sum(tokens_per_rank), 128, 128, 4, 3, dtype=torch.bfloat16)
+        dout_ND = torch.randn(*inputs[0].shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+        actual = run_stages_of_ranks(tokens_per_rank, inputs, dout_ND, numerics)
+        options = dict(backend="reference", precision="mxfp8", wgrad=wgrad)
+        expected = gradients(lambda *a: mega_moe(*a, **options), inputs, dout_ND)
+        for name, a, b in zip(("out", *GRADIENTS), actual, expected, strict=True):
+            assert relative_error(a, b) < MX_BOUND, name
+
+    def run_stages_of_ranks(tokens_per_rank, inputs, dout_ND, numerics):
+        """Output and gradients of a layer, its ranks' stages one after the other."""
+        x_ND, ids_NK, scores_NK, *weights = inputs
+        num_ranks, num_local = len(tokens_per_rank), weights[0].shape[0] // len(tokens_per_rank)
+        (_, hidden_dim, dim), top_k = weights[0].shape, ids_NK.shape[1]
+        sizes = dict(dim=dim, hidden_dim=hidden_dim, num_local_experts=num_local, top_k=top_k)
+        workspaces = virtual_workspaces(LayerShape(ep_size=num_ranks, max_tokens=64, **sizes), "cpu")
+        outs, results = (
+            [torch.full_like(x, NAN) for x in x_ND.split(tokens_per_rank)],
+            [torch.full_like(t, NAN) for t in (x_ND, scores_NK, *weights)],
+        )
+        of_rank = [t.split(tokens_per_rank) for t in (x_ND, ids_NK, scores_NK, dout_ND, *results[:2])]
+        ranks = [
+            SimpleNamespace(
+                workspace=workspace,
+                stages=Stages(workspace=workspace, numerics=numerics),
+                weights=[w[rank * num_local : (rank + 1) * num_local] for w in weights],
+                out_TD=outs[rank],
+                gradients=LayerGradients(
+                    x_TD=of_rank[4][rank],
+                    topk_scores_TK=of_rank[5][rank],
+                    w1_EFD=results[2][rank * num_local : (rank + 1) * num_local],
+                    w2_EDF=results[3][rank * num_local : (rank + 1) * num_local],
+                    w3_EFD=results[4][rank * num_local : (rank + 1) * num_local],
+                ),
+                **dict(zip(("x_TD", "ids_TK", "scores_TK", "dout_TD"), (parts[rank] for parts in of_rank[:4]))),
+            )
+            for rank, workspace in enumerate(workspaces)
+        ]
+
+        def meet(phase):
+            for half in (combine.signal, combine.wait):
+                for rank in ranks:
+                    half(rank.workspace, phase)
+
+        for rank in ranks:
+            rank.stages.publish(rank.x_TD, rank.ids_TK, rank.scores_TK)
+        meet(PHASE_PUBLISHED)
+        for rank in ranks:
+            rank.plan, rank.counters = build_kernel_plan(rank.workspace)
+            row_shape = rank.stages.row_shape(BLOCK_M * read_sizes(rank.plan, rank.workspace).num_tiles)
+            groups = (
+                Layout(group, row_shape).allocate("cpu") for group in (KeptRows, HiddenRows, ResultRows, BackwardRows)
+            )
+            rank.kept, hidden, result_rows, rank.rows = groups
+            w1, w2, w3 = rank.weights
+            rank.stages.pull_gemm(rank.plan, rank.counters, w1, w3, rank.kept, hidden)
+            rank.stages.gemm_push(rank.plan, rank.counters, hidden, w2, result_rows.y_RD, rank.out_TD)
+        meet(PHASE_ALL_SENT)
+        for rank in ranks:
+            combine.reduce_slots(rank.workspace, rank.ids_TK, rank.out_TD)
+            rank.stages.publish_rows(rank.dout_TD, None)
+        meet(PHASE_PUBLISHED)
+        for rank in ranks:
+            for counter in (rank.counters.arrival_M, rank.counters.done_M, rank.counters.queue):
+                counter.zero_()
+            w1, w2, w3 = rank.weights
+            rank.stages.pull_gemm_backward(rank.plan, rank.counters, w2, rank.kept, rank.rows)
+            rank.stages.gemm_push_backward(rank.plan, rank.counters, w1, w3, rank.rows, rank.gradients)
+            rank.stages.weight_gradients(rank.plan, rank.counters, rank.kept, rank.rows, rank.gradients)
+        meet(PHASE_ALL_SENT)
+        for rank in ranks:
+            combine.reduce_slots(rank.workspace, rank.ids_TK, rank.gradients.x_TD)
+            combine.collect_score_slots(rank.workspace, rank.ids_TK, rank.gradients.topk_scores_TK)
+            rank.workspace.check()
+        return [torch.cat(outs), *results]

@@ -17,7 +17,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
 from titan_megamoe import quantize as reference
-from titan_megamoe.kernels import quantize
+from titan_megamoe.kernels import quantize, quantize_mx
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -40,22 +40,13 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """As :func:`same_bits`. The interpreter's conversion to e4m3 has faults of its own (a carry into the exponent is lost, so 127 is
-    64; subnormals are truncated; NaN becomes a number): there this only says that every value is where it belongs."""
-    if not INTERPRETED:
-        return same_bits(a, b)
-    a, b = a.float(), b.float()
-    return a.shape == b.shape and bool((((a - b).abs() <= (b.abs() / 2).clamp(min=2**-9)) | b.isnan()).all())
-
-
 def check_rows(rows: int, width: int, dtype: torch.dtype, device="cpu") -> None:
     x = random_matrix(rows, width, dtype=dtype, device=device)
     values = torch.empty(x.shape, dtype=reference.FP8, device=device)
     scales = torch.full((rows, math.ceil(width / 128)), -1.0, device=device)
     quantize.quantize_rows(x, values, scales)
     expected = reference.quantize_rows(x)
-    assert same_values(values, expected.values) and same_bits(scales, expected.scales)
+    assert same_bits(values, expected.values) and same_bits(scales, expected.scales)
 
 
 def check_weights(experts: int, rows: int, columns: int, device="cpu") -> None:
@@ -65,8 +56,8 @@ def check_weights(experts: int, rows: int, columns: int, device="cpu") -> None:
     scales = torch.full((experts, math.ceil(rows / 128), math.ceil(columns / 128)), -1.0, device=device)
     quantize.quantize_weights(w, values, transposed, scales)
     expected = reference.quantize_weights(w)
-    assert same_values(values, expected.values) and same_bits(scales, expected.scales)
-    assert same_values(transposed, expected.values.transpose(1, 2))
+    assert same_bits(values, expected.values) and same_bits(scales, expected.scales)
+    assert same_bits(transposed, expected.values.transpose(1, 2))
 
 
 def plan_of(rows_of_experts: list[int], device) -> tuple[SimpleNamespace, int]:
@@ -97,7 +88,7 @@ def check_columns(rows_of_experts: list[int], width: int, dtype: torch.dtype, de
     for tile, rows in enumerate(tiles):
         start = 128 * tile
         expected = reference._quantize(exact[start : start + rows], (128, 1))
-        assert same_values(values[tile, :, :rows].T, expected.values), tile
+        assert same_bits(values[tile, :, :rows].T, expected.values), tile
         assert same_bits(scales[tile], expected.scales[0]), tile
         padding = values[tile, :, rows:].float()
         is_finite = scales[tile].isfinite()
@@ -123,6 +114,50 @@ def check_dequantize(rows_of_experts: list[int], width: int, device="cpu") -> No
     assert out[128 * num_tiles :].isnan().all()
 
 
+def check_mx_rows(rows: int, width: int, dtype: torch.dtype, device="cpu") -> None:
+    x = random_matrix(rows, width, dtype=dtype, device=device)
+    x[0, :3] = torch.tensor(
+        [448, 1e-38, -449]
+    )  # the largest that needs no larger scale, hardly anything, and one that does
+    values = torch.empty(x.shape, dtype=reference.FP8, device=device)
+    scales = torch.full((rows, width // 32), 77, dtype=torch.uint8, device=device)
+    quantize_mx.quantize_rows(x, values, scales)
+    expected = reference.quantize_mx(x)
+    assert same_bits(values, expected.values) and torch.equal(scales, expected.scales.view(torch.uint8))
+
+
+def check_mx_columns(rows_of_experts: list[int], width: int, dtype: torch.dtype, device="cpu") -> None:
+    plan, num_rows = plan_of(rows_of_experts, device)
+    is_fp8 = dtype == reference.FP8
+    x = random_matrix(num_rows, width, device=device, dtype=torch.float32 if is_fp8 else dtype)
+    row_scales, exact = None, x
+    if is_fp8:
+        blocks = reference.quantize_mx(x)
+        x, row_scales, exact = blocks.values, blocks.scales.view(torch.uint8), blocks.dequantize()
+    values = torch.empty(width, num_rows, dtype=reference.FP8, device=device)
+    scales = torch.full((width, num_rows // 32), 77, dtype=torch.uint8, device=device)
+    quantize_mx.quantize_columns(plan, x, values, scales, row_scales_Rg=row_scales)
+    tiles = plan.tile_rows_M[: int(plan.sizes[0])].tolist()
+    for tile, rows in enumerate(tiles):
+        padded = torch.zeros(128, width, device=device)
+        padded[:rows] = exact[128 * tile : 128 * tile + rows]
+        expected = reference.quantize_mx(padded, dim=-2)
+        assert same_bits(values[:, 128 * tile : 128 * (tile + 1)].T, expected.values), tile
+        assert torch.equal(scales[:, 4 * tile : 4 * (tile + 1)].T, expected.scales.view(torch.uint8)), tile
+    assert bool((scales[:, 4 * len(tiles) :] == 77).all())
+
+
+def check_mx_dequantize(rows_of_experts: list[int], width: int, device="cpu") -> None:
+    plan, num_rows = plan_of(rows_of_experts, device)
+    blocks = reference.quantize_mx(random_matrix(num_rows, width, device=device))
+    out = torch.full((num_rows, width), math.nan, dtype=torch.bfloat16, device=device)
+    quantize_mx.dequantize_rows(plan, blocks.values, blocks.scales.view(torch.uint8), out)
+    for tile, rows in enumerate(plan.tile_rows_M[: int(plan.sizes[0])].tolist()):
+        start = 128 * tile
+        assert same_bits(out[start : start + rows], blocks.dequantize()[start : start + rows]), "it is exact"
+        assert not out[start + rows : start + 128].any(), tile
+
+
 ROWS = [(1, 64), (37, 320), (16, 128), (3, 2048)]
 WEIGHTS = [(2, 128, 128), (3, 192, 320), (1, 64, 448)]
 EXPERTS = [[130, 0, 1, 128], [300]]
@@ -145,6 +180,20 @@ if INTERPRETED:
     @pytest.mark.parametrize("rows_of_experts", EXPERTS)
     def test_dequantize(rows_of_experts):
         check_dequantize(rows_of_experts, 192)
+
+    @pytest.mark.parametrize("rows, width", ROWS)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_mx_rows(rows, width, dtype):
+        check_mx_rows(rows, width, dtype)
+
+    @pytest.mark.parametrize("rows_of_experts", EXPERTS)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, reference.FP8])
+    def test_mx_columns(rows_of_experts, dtype):
+        check_mx_columns(rows_of_experts, 192, dtype)
+
+    @pytest.mark.parametrize("rows_of_experts", EXPERTS)
+    def test_mx_dequantize(rows_of_experts):
+        check_mx_dequantize(rows_of_experts, 192)
 
     def test_arguments_are_checked():
         x = torch.zeros(4, 128)

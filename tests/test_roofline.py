@@ -102,7 +102,14 @@ def test_arithmetic_is_that_of_the_products():
 
 @pytest.mark.parametrize(
     "precision, wgrad, in_fp8",  # of forward, and of the 6 products of backward
-    [("bf16", "fp8", (0, 0)), ("fp8_bwd", "bf16", (0, 3)), ("fp8", "bf16", (3, 3)), ("fp8", "fp8", (3, 6))],
+    [
+        ("bf16", "fp8", (0, 0)),
+        ("fp8_bwd", "bf16", (0, 3)),
+        ("fp8", "bf16", (3, 3)),
+        ("fp8", "fp8", (3, 6)),
+        ("mxfp8", "bf16", (3, 3)),
+        ("mxfp8", "mxfp8", (3, 6)),
+    ],
 )
 def test_what_is_computed_in_fp8(precision, wgrad, in_fp8):
     load = Load(**LOAD, ep_size=8, precision=precision, wgrad=wgrad)
@@ -142,6 +149,8 @@ GRADIENTS_TIMES = {
         x_bf16_RD=2,
     ),
 }
+for times in (FORWARD_TIMES, GRADIENTS_TIMES["fp8_bwd"]):  # MXFP8 has scales in another layout, and else the same
+    times |= {name.replace("_bR", "_Rg"): count for name, count in times.items() if name.endswith("_bR")}
 TRANSPOSED = ("x", "dout", "dgate", "dup", "scaled_h")
 
 
@@ -168,24 +177,36 @@ def returned(load: Load) -> float:
 
 
 @pytest.mark.parametrize("ep_size", [1, 8])
-@pytest.mark.parametrize("precision, wgrad", [("bf16", "bf16"), ("fp8_bwd", "bf16"), ("fp8", "bf16"), ("fp8", "fp8")])
+@pytest.mark.parametrize(
+    "precision, wgrad",
+    [
+        ("bf16", "bf16"),
+        ("fp8_bwd", "bf16"),
+        ("fp8", "bf16"),
+        ("fp8", "fp8"),
+        ("mxfp8", "bf16"),
+        ("mxfp8", "mxfp8"),
+    ],
+)
 def test_memory_bytes_are_those_of_the_buffers(precision, wgrad, ep_size):
     load = Load(**LOAD, ep_size=ep_size, precision=precision, wgrad=wgrad)
     weights = 3 * (E // ep_size) * D * F
     forward = buffers(load, KeptRows, HiddenRows, ResultRows)
     expected = sum(FORWARD_TIMES[name] * size for name, size in forward.items())
-    expected += published(load, precision == "fp8") + returned(load) + weights * (1 if precision == "fp8" else 2)
+    element = {"fp8": 1, "mxfp8": 1 + 1 / 32}.get(precision, 2)
+    expected += published(load, element < 2) + returned(load) + weights * element
     assert roofline.forward(load).hbm_bytes == pytest.approx(expected)
 
     times = dict(GRADIENTS_TIMES["bf16" if precision == "bf16" else "fp8_bwd"])
-    for name in TRANSPOSED:  # only there with wgrad = "fp8": written and read
+    for name in TRANSPOSED:  # only there with wgrad = "fp8" or "mxfp8": written and read
         width = "D" if name in ("x", "dout") else "F"
         times |= {f"{name}_M{width}r": 2, f"{name}_scales_M{width}": 2}
+        times |= {f"{name}_{width}R": 2, f"{name}_scales_{width}g": 2}
     sizes = {name: size for name, size in buffers(load, BackwardRows).items() if name not in NEVER_COUNTED}
     kept = buffers(load, KeptRows)
     expected = sum(times[name] * size for name, size in sizes.items() if size) + sum(kept.values())
     expected += published(load, precision != "bf16") + returned(load)
-    expected += weights * (2 if precision == "bf16" else 1) + 2 * weights
+    expected += weights * {"bf16": 2, "mxfp8": 1 + 1 / 32}.get(precision, 1) + 2 * weights
     assert roofline.backward(load).hbm_bytes == pytest.approx(expected)
 
 
@@ -246,7 +267,7 @@ def repository_results():
         (dict(top_k=33), "top_k = 33, but a token's experts are distinct and there are 32. Lower it"),
         (dict(tokens=0), "tokens = 0. Pass at least 1"),
         (dict(ranks_per_domain=0), "ranks_per_domain = 0. Pass at least 1"),
-        (dict(precision="mxfp8"), "precision = 'mxfp8' is not known. Use one of: bf16, fp8, fp8_bwd"),
+        (dict(precision="fp4"), "precision = 'fp4' is not known. Use one of: bf16, fp8, fp8_bwd, mxfp8"),
         (dict(saved="all"), "saved = 'all' is not known. Use one of: activations, inputs"),
     ],
 )

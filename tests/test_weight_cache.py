@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from titan_megamoe import weight_cache
-from titan_megamoe.quantize import FP8
-from titan_megamoe.weight_cache import quantized, WeightCache, weights_changed
+from titan_megamoe.quantize import FP8, quantize_mx
+from titan_megamoe.weight_cache import WeightCache, weights_changed
 
 
 @pytest.fixture
@@ -20,6 +20,10 @@ def made(monkeypatch) -> list:
     monkeypatch.setattr(weight_cache, "_quantize", lambda weight, copy: quantised.append(weight))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return quantised
+
+
+def quantized(weight_EIJ: torch.Tensor, name: str, key: int, number_format: str = "fp8"):
+    return weight_cache.quantized(weight_EIJ, name, key, number_format)
 
 
 def weight(*size: int) -> torch.Tensor:
@@ -127,3 +131,24 @@ def test_inference(made):
         for _ in range(2):
             quantized(weight(), "w1", int(cache.key))
     assert len(made) == 1
+
+
+def test_another_format_is_another_copy(made):
+    key = int((cache := WeightCache()).key)
+    w = weight()
+    copies = [quantized(w, "w1", key, number_format) for number_format in ("fp8", "mxfp8", "mxfp8")]
+    assert len(made) == 2 and copies[1] is copies[2] and cache is not None
+    assert copies[1].scales_EIg.shape == (3, 256, 4) and copies[1].transposed_scales_EJg.shape == (3, 128, 8)
+
+
+def test_mxfp8_is_quantised_in_both_orientations(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    w = torch.randn(3, 64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    made = quantized(w, "w1", weight_cache.NO_CACHE, "mxfp8")
+    for dim, values, scales in (
+        (-1, made.values_EIJ, made.scales_EIg),
+        (-2, made.transposed_EJI.transpose(1, 2), made.transposed_scales_EJg.transpose(1, 2)),
+    ):
+        expected = quantize_mx(w, dim)
+        assert torch.equal(values.float(), expected.values.float())
+        assert torch.equal(scales, expected.scales.view(torch.uint8))

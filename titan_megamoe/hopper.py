@@ -192,7 +192,7 @@ def dispatch(
     kept_storage = _allocate(kept.num_bytes, "the rows received", workspace, num_rows)
     h_storage = _allocate(hidden.num_bytes, "their hidden activations", workspace, num_rows)
     h: HiddenRows = hidden.slice(h_storage)
-    stages.pull_gemm(plan, counters, w1_EFD, w3_EFD, kept.slice(kept_storage), h.h_RF, h.h_scales_bR)
+    stages.pull_gemm(plan, counters, w1_EFD, w3_EFD, kept.slice(kept_storage), h)
     del read_in_place  # from here on, the memory may be used again
     return Dispatched(
         plan=plan_storage,

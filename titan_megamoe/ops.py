@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from . import hopper, reference
-from .backends import backend_for, KERNEL_BACKENDS, missing_on_this_machine, unsupported_layer
+from .backends import backend_for, KERNEL_BACKENDS, missing_for_precision, unsupported_layer
 from .plan import RoutingPlan
 from .quantize import FORMATS
 from .reference import Link, Saved
@@ -80,9 +80,10 @@ def mega_moe(
             ``"mxfp8"`` ``"mxfp8"``.
         saved: ``"activations"`` keeps the pulled rows and gate/up for backward; ``"inputs"`` pulls and computes them again.
         backend: ``"reference"`` (plain PyTorch, any device; emulates FP8 and MXFP8), ``"hopper"`` (fused kernels on H100 and H200),
-            ``"triton"`` (portable fused kernels, bf16, on NVIDIA GPUs since A100 and on AMD's MI300 and MI350 series), or
+            ``"triton"`` (portable fused kernels, bf16 on NVIDIA GPUs since A100 and on AMD's MI300 and MI350 series, MXFP8 on B200, B300
+            and the MI350 series, emulated on H100 and H200), or
             ``"auto"``, which picks the best one for these inputs and logs it once.
-        allow_emulation: whether ``"auto"`` may pick an emulation of ``precision``, which is slow, where nothing computes it natively.
+        allow_emulation: whether ``"auto"`` and ``"triton"`` may emulate ``precision``, slowly, where nothing computes it natively.
         capacity: of the backends on kernels: rows that this rank has room for, as a multiple of ``T * K``, in memory of static
             size; more rows are an error (``CapacityExceeded``) that :func:`titan_megamoe.check_step` raises. None: exactly
             the rows that were routed here, for which the host waits once per call.
@@ -146,7 +147,8 @@ def select_backend(
         chosen, why = backend, "as asked for"
     else:
         candidates = KERNEL_BACKENDS if backend == "auto" else (backend,)
-        missing = {name: _missing_for(name, device, dtype, dim, hidden_dim, precision) for name in candidates}
+        layer = (device, dtype, dim, hidden_dim, precision)
+        missing = {name: _missing_for(name, *layer, allow_emulation) for name in candidates}
         able = [name for name in candidates if missing[name] is None]
         if not able and backend != "auto":
             raise ValueError(f"mega_moe: backend = {backend!r} cannot run this layer: {missing[backend]}")
@@ -159,18 +161,32 @@ def select_backend(
         reasons = "; ".join(f"{name!r} cannot: {reason}" for name, reason in missing.items())
         if precision != "bf16":
             reasons = f"which EMULATES precision = {precision!r}, slowly, as allow_emulation = true allows: {reasons}"
-        chosen, why = (able[0], "the fastest here") if able else ("reference", reasons)
+        chosen, why = (able[0], _why_kernels(able[0], precision)) if able else ("reference", reasons)
     if not torch.compiler.is_compiling() and chosen not in _announced:
         _announced.add(chosen)
         logger.info(f"mega_moe: backend '{chosen}' ({why})")
     return chosen
 
 
+def _why_kernels(backend: str, precision: str) -> str:
+    if missing_for_precision(backend, precision, allow_emulation=False) is None:
+        return "the fastest here"
+    return f"which EMULATES precision = {precision!r}, slowly, as allow_emulation = true allows"
+
+
 def _missing_for(
-    backend: str, device: torch.device, dtype: torch.dtype, dim: int, hidden_dim: int, precision: str
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    dim: int,
+    hidden_dim: int,
+    precision: str,
+    allow_emulation: bool,
 ) -> str | None:
     """Why a backend on kernels cannot compute this layer here; None if it can."""
-    missing = "x_TD is on the CPU." if device.type == "cpu" else missing_on_this_machine(backend)
+    if device.type == "cpu":
+        return "x_TD is on the CPU."
+    missing = missing_for_precision(backend, precision, allow_emulation=allow_emulation)
     return missing or unsupported_layer(backend, dtype, dim, hidden_dim, precision)
 
 

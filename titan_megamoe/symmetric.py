@@ -70,7 +70,7 @@ class Published:
     x_scales_Tb: torch.Tensor = buffer(  # noqa: N815
         torch.float32,
         lambda s: _if_peers(s, s.max_tokens, num_blocks(s.dim)),
-        "their scales, if they are in FP8, by block of 128 columns",
+        "their scales, if they are in FP8, by block of 128 columns; in MXFP8 four bytes of these, by group of 32",
     )
     ids_TK: torch.Tensor = buffer(  # noqa: N815
         torch.int32, lambda s: (s.max_tokens, s.top_k), "global expert ids of their routes"

@@ -1,4 +1,5 @@
-"""The layer in FP8 on the fused kernels: against its emulation by the reference backend, and against the formula in fp64."""
+"""The layer in FP8 on the fused kernels for Hopper, and in MXFP8 on the portable ones, whose products Triton emulates there: against their
+emulation by the reference backend, and against the formula in fp64."""
 
 from __future__ import annotations
 
@@ -22,7 +23,20 @@ pytestmark = [
 EMULATION_BOUND = 2e-2
 """One value in many is rounded to its other neighbour in e4m3, 1/16 away, where a product rounded differently before."""
 FP8_BOUND = 8e-2
-PRECISIONS = [("fp8", "bf16"), ("fp8", "fp8"), ("fp8_bwd", "bf16"), ("fp8_bwd", "fp8")]
+PRECISIONS = [
+    ("fp8", "bf16"),
+    ("fp8", "fp8"),
+    ("fp8_bwd", "bf16"),
+    ("fp8_bwd", "fp8"),
+    ("mxfp8", "bf16"),
+    ("mxfp8", "mxfp8"),
+]
+
+
+def on_kernels(precision: str, **options) -> dict:
+    """Options of ``mega_moe`` that choose the kernels for a precision."""
+    backend = "triton" if precision == "mxfp8" else "hopper"
+    return dict(backend=backend, precision=precision, allow_emulation=True, **options)
 
 
 def run(inputs, dout_TD, **options):
@@ -46,16 +60,16 @@ def random_dout(tokens: int, dim: int) -> torch.Tensor:
 )
 def test_forward_and_backward(tokens, dim, hidden, experts, top_k, hot, precision, wgrad, saved):
     inputs, dout_TD = random_layer(tokens, dim, hidden, experts, top_k, hot=hot), random_dout(tokens, dim)
-    options = dict(precision=precision, wgrad=wgrad, saved=saved)
-    actual = run(inputs, dout_TD, backend="hopper", **options)
+    options = on_kernels(precision, wgrad=wgrad, saved=saved)
+    actual = run(inputs, dout_TD, **options)
     check_step()
-    emulated = run(inputs, dout_TD, backend="reference", **options)
+    emulated = run(inputs, dout_TD, **options | dict(backend="reference"))
     exact = gradients(dense_moe, in_fp64(inputs), dout_TD.double())
     for name, a, b, c in zip(NAMES, actual, emulated, exact):
         assert relative_error(a, b) < EMULATION_BOUND, name
         if tokens > 1:  # of one token's few score gradients, the sums may cancel
             assert relative_error(a, c) < FP8_BOUND, name
-    again = run(inputs, dout_TD, backend="hopper", **options)
+    again = run(inputs, dout_TD, **options)
     for name, a, b in zip(NAMES, again, actual):
         assert torch.equal(a, b), name
 
@@ -63,7 +77,7 @@ def test_forward_and_backward(tokens, dim, hidden, experts, top_k, hot, precisio
 def test_what_is_saved_changes_no_bit():
     inputs, dout_TD = random_layer(700, 384, 256, 7, 3), random_dout(700, 384)
     for precision, wgrad in PRECISIONS:
-        options = dict(backend="hopper", precision=precision, wgrad=wgrad)
+        options = on_kernels(precision, wgrad=wgrad)
         first = run(inputs, dout_TD, **options)
         for other in (dict(saved="inputs"), dict(capacity=1.5), dict(weight_cache=WeightCache())):
             for name, a, b in zip(NAMES, run(inputs, dout_TD, **options, **other), first):
@@ -77,21 +91,24 @@ def test_what_is_saved_changes_no_bit():
             assert torch.equal(a, b), (precision, wgrad, name)
 
 
-def test_no_tokens():
+@pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
+def test_no_tokens(precision):
     inputs = random_layer(0, 128, 128, 4, 2)
-    out_TD, *grads = run(inputs, inputs[0], backend="hopper", precision="fp8", wgrad="fp8")
+    out_TD, *grads = run(inputs, inputs[0], **on_kernels(precision, wgrad=precision))
     assert out_TD.shape == (0, 128)
     assert not any(grad.any() for grad in grads)
 
 
-def test_an_infinity_is_not_hidden():
+@pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
+def test_an_infinity_is_not_hidden(precision):
     x, *rest = random_layer(200, 128, 128, 4, 2)
     x[7, 3] = float("inf")
-    out_TD = mega_moe(x, *rest, backend="hopper", precision="fp8")
-    assert out_TD[7].isnan().all() and out_TD[8:].isfinite().all()
+    out_TD = mega_moe(x, *rest, **on_kernels(precision))
+    assert not out_TD[7].isfinite().any() and out_TD[8:].isfinite().all()
 
 
-def test_a_weight_cache_follows_the_optimizer():
+@pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
+def test_a_weight_cache_follows_the_optimizer(precision):
     x, ids, scores, *weights = random_layer(300, 256, 128, 6, 2)
     weights = [torch.nn.Parameter(w) for w in weights]
     optimizer = torch.optim.SGD(weights, lr=1.0)
@@ -99,7 +116,7 @@ def test_a_weight_cache_follows_the_optimizer():
 
     def layer(**options):
         # The operator sees temporary copies, as it does under mixed precision.
-        return mega_moe(x, ids, scores, *(w.clone() for w in weights), backend="hopper", precision="fp8", **options)
+        return mega_moe(x, ids, scores, *(w.clone() for w in weights), **on_kernels(precision, **options))
 
     for _ in range(3):
         out_TD = layer(weight_cache=cache)
@@ -111,12 +128,13 @@ def test_a_weight_cache_follows_the_optimizer():
         assert not any(torch.equal(a, b) for a, b in zip(before, weights))
 
 
-def test_captured_in_a_graph():
+@pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
+def test_captured_in_a_graph(precision):
     inputs = random_layer(300, 256, 128, 6, 2)
     cache = WeightCache()
 
     def run_layer():
-        return mega_moe(*inputs, backend="hopper", precision="fp8", capacity=1.0, weight_cache=cache)
+        return mega_moe(*inputs, **on_kernels(precision, capacity=1.0, weight_cache=cache))
 
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -145,15 +163,15 @@ def layer_on_ranks(rank: int, tokens_per_rank: list[int]) -> None:
     inputs = (x[mine], ids[mine], scores[mine], *(w[held] for w in weights))
     for precision, wgrad in PRECISIONS:
         for saved in ("activations", "inputs"):
-            options = dict(precision=precision, wgrad=wgrad, saved=saved)
-            actual = run(inputs, dout_TD[mine], group=dist.group.WORLD, backend="hopper", **options)
-            emulated = run((x, ids, scores, *weights), dout_TD, backend="reference", **options)
+            options = on_kernels(precision, wgrad=wgrad, saved=saved)
+            actual = run(inputs, dout_TD[mine], group=dist.group.WORLD, **options)
+            emulated = run((x, ids, scores, *weights), dout_TD, **options | dict(backend="reference"))
             wanted = [t[mine] for t in emulated[:3]] + [t[held] for t in emulated[3:]]
             for name, a, b in zip(NAMES, actual, wanted):
                 assert a.shape == b.shape
                 if a.numel():
                     assert relative_error(a, b) < EMULATION_BOUND, (options, name)
-            again = run(inputs, dout_TD[mine], group=dist.group.WORLD, backend="hopper", **options)
+            again = run(inputs, dout_TD[mine], group=dist.group.WORLD, **options)
             for name, a, b in zip(NAMES, again, actual):
                 assert torch.equal(a, b), (options, name)
 

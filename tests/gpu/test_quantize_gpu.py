@@ -10,6 +10,9 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which i
 from tests.test_quantize_kernels import (
     check_columns,
     check_dequantize,
+    check_mx_columns,
+    check_mx_dequantize,
+    check_mx_rows,
     check_rows,
     check_weights,
     EXPERTS,
@@ -41,3 +44,20 @@ def test_columns(rows_of_experts, dtype):
 @pytest.mark.parametrize("rows_of_experts", [*EXPERTS, [1000] * 8])
 def test_dequantize(rows_of_experts):
     check_dequantize(rows_of_experts, 768, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows, width", [*ROWS, (16384, 2048), (5000, 7168)])
+def test_mx_rows(rows, width, dtype):
+    check_mx_rows(rows, width, dtype, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, FP8])
+@pytest.mark.parametrize("rows_of_experts", [*EXPERTS, [1000] * 8])
+def test_mx_columns(rows_of_experts, dtype):
+    check_mx_columns(rows_of_experts, 768, dtype, device="cuda")
+
+
+@pytest.mark.parametrize("rows_of_experts", [*EXPERTS, [1000] * 8])
+def test_mx_dequantize(rows_of_experts):
+    check_mx_dequantize(rows_of_experts, 768, device="cuda")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from ..quantize import BLOCK
+from ..quantize import BLOCK, FORMATS, MX_BLOCK
 
 # ---- GPUs
 
@@ -47,10 +47,17 @@ class Gpu:
     achievable: Rates
     assumed: tuple[str, ...]
     """Fields of ``achievable`` that nobody here measured on this GPU."""
+    has_mxfp8: bool
+    """Whether its tensor cores multiply MXFP8."""
     has_kernels: bool
     """Whether ``mega_moe`` has fused kernels for it; if not, times say what the hardware would allow."""
     source: str
     """Of the nominal rates."""
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """Those that its tensor cores multiply: what is emulated is bound by other things than are counted here."""
+        return tuple(name for name in PRECISIONS if name != "mxfp8" or self.has_mxfp8)
 
 
 HOPPER_RATES = dict(bf16_tflops=989, fp8_tflops=1979, link_gb_per_second=450, network_gb_per_second=50)
@@ -87,6 +94,7 @@ GPUS = {
             nominal=_H100,
             achievable=_like_h200(_H100),
             assumed=tuple(f.name for f in fields(Rates)),
+            has_mxfp8=False,
             has_kernels=True,
             source="NVIDIA H100 data sheet, SXM5 (its matrix rates, with sparsity, halved; NVLink's 900 GB/s are of both "
             "directions), and one 400 Gb/s adapter for each GPU as in a DGX H100",
@@ -98,6 +106,7 @@ GPUS = {
             nominal=_H200,
             achievable=MEASURED_ON_H200,
             assumed=UNMEASURED,
+            has_mxfp8=False,
             has_kernels=True,
             source="NVIDIA H200 data sheet, SXM (halved likewise), and one 400 Gb/s adapter for each GPU as in a DGX H200",
         ),
@@ -108,6 +117,7 @@ GPUS = {
             nominal=_B200,
             achievable=_like_h200(_B200),
             assumed=tuple(f.name for f in fields(Rates)),
+            has_mxfp8=True,
             has_kernels=False,
             source="NVIDIA HGX B200 data sheet, one of 8 GPUs at 1000 W, dense; NVLink's 1.8 TB/s are of both directions; one "
             "400 Gb/s adapter for each GPU as in a DGX B200",
@@ -118,9 +128,9 @@ GPUS = {
 
 # ---- one layer's work
 
-PRECISIONS = ("bf16", "fp8", "fp8_bwd")
+PRECISIONS = tuple(FORMATS)
 SAVED = ("activations", "inputs")
-WGRADS = ("bf16", "fp8")
+WGRADS = ("bf16", "fp8", "mxfp8")
 BF16_BYTES, FP8_BYTES, SCORE_BYTES, SCALE_BYTES = 2, 1, 4, 4
 
 
@@ -207,15 +217,22 @@ class Load:
 
     @property
     def forward_fp8(self) -> bool:
-        return self.precision == "fp8"
+        """Blockwise or MX, of rows as many bytes and on a GPU that has both as fast; likewise the next two."""
+        return FORMATS[self.precision].forward is not None
 
     @property
     def backward_fp8(self) -> bool:
-        return self.precision in ("fp8", "fp8_bwd")
+        return FORMATS[self.precision].backward is not None
 
     @property
     def wgrad_fp8(self) -> bool:
-        return self.backward_fp8 and self.wgrad == "fp8"
+        return FORMATS[self.precision].of_weight_gradients(self.wgrad) is not None
+
+    def weight_bytes(self, *, is_fp8: bool) -> float:
+        """Of this rank's experts, with their scales in MXFP8; those of 128 x 128 weights are left out."""
+        if not is_fp8:
+            return BF16_BYTES * self.weight_elements
+        return self.weight_elements * (FP8_BYTES + (1 / MX_BLOCK if self.precision == "mxfp8" else 0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +278,7 @@ def forward(load: Load) -> Cost:
         **_flop(2.0 * load.rows * load.dim * load.hidden_dim, is_fp8=load.forward_fp8),
         **_traffic(load, BF16_BYTES * load.dim),
         hbm_bytes=load.rows * _row_bytes(load.hidden_dim, load.forward_fp8)
-        + _element_bytes(load.forward_fp8) * load.weight_elements / 3
+        + load.weight_bytes(is_fp8=load.forward_fp8) / 3
         + _results(load),
     )
     return _dispatch_gate_up(load, keeps_gate_up=load.saved == "activations") + down
@@ -289,7 +306,7 @@ def backward(load: Load) -> Cost:
     again = _dispatch_gate_up(load, keeps_gate_up=True) if load.saved == "inputs" else Cost()
 
     hbm = _pull(load, is_fp8=rows_fp8) + R * _row_bytes(D, rows_fp8)
-    hbm += _element_bytes(rows_fp8) * load.weight_elements
+    hbm += load.weight_bytes(is_fp8=rows_fp8)
     hbm += R * F * BF16_BYTES * (2 + 3) + (2 * R * _row_bytes(F, True) if rows_fp8 else 0)
     hbm += 2 * R * _row_bytes(F, rows_fp8)
     hbm += _results(load)
@@ -321,7 +338,7 @@ def _dispatch_gate_up(load: Load, *, keeps_gate_up: bool) -> Cost:
     """Dispatch, gate and up. Memory: :func:`_pull`; pool rows, W1 and W3 read; h written, and gate and up in bf16 if kept."""
     R, D, F, is_fp8 = load.rows, load.dim, load.hidden_dim, load.forward_fp8  # noqa: N806
     hbm = _pull(load, is_fp8=is_fp8) + R * _row_bytes(D, is_fp8)
-    hbm += _element_bytes(is_fp8) * load.weight_elements * 2 / 3
+    hbm += load.weight_bytes(is_fp8=is_fp8) * 2 / 3
     hbm += R * _row_bytes(F, is_fp8) + (2 * R * _row_bytes(F, False) if keeps_gate_up else 0)
     return Cost(**_flop(4.0 * R * D * F, is_fp8=is_fp8), **_traffic(load, _row_bytes(D, is_fp8)), hbm_bytes=hbm)
 
@@ -361,10 +378,6 @@ def _flop(flop: float, *, is_fp8: bool) -> dict[str, float]:
     return {"fp8_flop": flop} if is_fp8 else {"bf16_flop": flop}
 
 
-def _element_bytes(is_fp8: bool) -> int:
-    return FP8_BYTES if is_fp8 else BF16_BYTES
-
-
 def _row_bytes(columns: int, is_fp8: bool) -> int:
-    """Of a row: bf16, or FP8 with an fp32 scale for each block of 128 columns."""
+    """Of a row: bf16, or FP8 with an fp32 scale for each block of 128 columns, in MXFP8 a byte for each 32."""
     return columns * FP8_BYTES + SCALE_BYTES * -(-columns // BLOCK) if is_fp8 else BF16_BYTES * columns

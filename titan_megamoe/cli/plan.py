@@ -19,6 +19,7 @@ from pathlib import Path
 from .configuration import load_configuration
 from ..bench import roofline
 from ..bench.roofline import Gpu, GPUS, Load, PRECISIONS
+from ..quantize import FORMATS
 
 TAKES_OVERRIDES = True
 
@@ -37,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ep", help="expert-parallel degrees to plan, separated by commas (default: the configuration's)"
     )
     parser.add_argument(
-        "--precision", help=f"precisions to plan, separated by commas (default: {','.join(PRECISIONS)})"
+        "--precision",
+        help=f"precisions to plan, of {','.join(PRECISIONS)}, separated by commas (default: all that the GPU multiplies)",
     )
     parser.add_argument(
         "--gpu", choices=GPUS, default="h200", help="whose memory and speed to compare with (default: %(default)s)"
@@ -171,6 +173,7 @@ def plan_memory_of(size, config, ranks: Ranks, *, precision: str) -> tuple[Memor
     """One rank's memory, and :func:`kept_gib`. ``size``: a ``ModelSize``."""
     from ..kernels.plan_tables import LayerShape
     from ..symmetric import plan_memory
+    from ..weight_cache import COPY_BYTES
 
     training, dispatch = config.training, config.model.moe.dispatch
     ep = ranks.expert_parallel
@@ -193,7 +196,8 @@ def plan_memory_of(size, config, ranks: Ranks, *, precision: str) -> tuple[Memor
     sharded = 0 if training.enable_cpu_offload else DTYPE_BYTES[training.dtype] * size.num_parameters / ranks.shards
     moments = max(MOMENTS.get(group.optimizer_name, 2) for group in config.optimizer.param_groups)
     whole_experts = ep * ranks.hidden_dim_divided_by
-    copies = 2 * size.num_expert_parameters / whole_experts if precision != "bf16" and dispatch.weight_cache else 0
+    per_weight = COPY_BYTES[FORMATS[precision].backward] if dispatch.weight_cache else 0
+    copies = per_weight * size.num_expert_parameters / whole_experts
     memory = Memory(
         precision=precision,
         parameters=sharded / GIB,
@@ -272,8 +276,8 @@ def plan_layer(load: Load, gpu: Gpu, *, full_ac: bool) -> dict:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    precisions = _precisions(arguments.precision)
     gpu = GPUS[arguments.gpu]
+    precisions = _precisions(arguments.precision, gpu)
     domain = gpu.ranks_per_domain if arguments.domain is None else arguments.domain
     if domain < 1:
         raise ValueError(f"--domain {domain}: pass how many ranks NVLink joins, at least 1.")
@@ -385,11 +389,13 @@ def _degrees(given: str | None, configured: int, num_experts: int) -> list[int]:
     return degrees
 
 
-def _precisions(given: str | None) -> list[str]:
-    words = [word.strip() for word in given.split(",")] if given else list(PRECISIONS)
+def _precisions(given: str | None, gpu: Gpu) -> list[str]:
+    words = [word.strip() for word in given.split(",")] if given else list(gpu.precisions)
     for word in words:
-        if word not in PRECISIONS:
-            raise ValueError(f"--precision {word} cannot be planned. Use some of: {', '.join(PRECISIONS)}.")
+        if word not in gpu.precisions:
+            raise ValueError(
+                f"--precision {word} cannot be planned for --gpu {gpu.name}. Use some of: {', '.join(gpu.precisions)}."
+            )
     return words
 
 

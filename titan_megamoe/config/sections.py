@@ -22,7 +22,8 @@ class DispatchSection:
 
     precision: Precision = "bf16"
     """Arithmetic of the experts' GEMMs: see docs/precision.md. Only for type 'mega_moe'; the others keep 'bf16'. 'fp8' and
-    'fp8_bwd' need a Hopper GPU; 'mxfp8' has no kernels yet. Backend 'reference' emulates all of them, slowly."""
+    'fp8_bwd' need a Hopper GPU, 'mxfp8' a B200, B300, MI350X or MI355X. Elsewhere see allow_emulation; backend 'reference' emulates all
+    of them, slowly."""
 
     wgrad: Literal["bf16", "fp8", "mxfp8"] = "bf16"
     """What the experts' weight gradients are computed in: 'bf16', or with 'fp8' and 'fp8_bwd' 'fp8', or with 'mxfp8' 'mxfp8'."""
@@ -34,10 +35,11 @@ class DispatchSection:
 
     backend: Literal["auto", "reference", "hopper", "triton"] = "auto"
     """Implementation of 'mega_moe': plain PyTorch ('reference'), the fused kernels for H100 and H200 ('hopper'), the portable ones
-    for other NVIDIA and AMD GPUs ('triton', bf16 only), or the best one for this machine ('auto', logged)."""
+    for other NVIDIA and AMD GPUs ('triton', bf16 and mxfp8), or the best one for this machine ('auto', logged)."""
 
     allow_emulation: bool = False
-    """Whether backend 'auto' may emulate a precision that nothing computes natively here: right, but slow. Off: it is refused."""
+    """Whether a precision that nothing computes natively here may be emulated: right, but slow. Backend 'auto' then takes kernels that
+    emulate it ('mxfp8' on H100 and H200), or else 'reference'. Off: it is refused, but with backend 'reference'."""
 
     capacity: float | None = None
     """Memory for the rows that a rank's experts receive, with a backend on kernels. Unset: exactly what each call needs, for
@@ -45,7 +47,7 @@ class DispatchSection:
     more stops with an error that names the capacity that would have sufficed."""
 
     weight_cache: bool = True
-    """With 'fp8' and 'fp8_bwd' on kernels: keep the experts' weights in FP8 until the optimizer steps or a checkpoint is
+    """With 'fp8', 'fp8_bwd' and 'mxfp8' on kernels: keep the experts' weights in FP8 until the optimizer steps or a checkpoint is
     loaded, at 2 bytes for each weight of this rank's experts. Off: quantise them in every forward and backward."""
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
-from ..backends import backend_for, KERNEL_BACKENDS, missing_on_this_machine, unsupported_precision
+from ..backends import backend_for, KERNEL_BACKENDS, missing_for_precision, missing_on_this_machine
 from ..config.sections import DispatchSection
 from ..ops import check_precision
 
@@ -89,14 +89,13 @@ def _missing_for_mega_moe(config) -> str | None:
         )
     dispatch: DispatchSection = config.model.moe.dispatch
     backends = KERNEL_BACKENDS if dispatch.backend == "auto" else (dispatch.backend,)
-    may_emulate = dispatch.backend == "reference" or (dispatch.backend == "auto" and dispatch.allow_emulation)
-    if dispatch.precision != "bf16" and not may_emulate:
-        # Each quantised precision has one backend's kernels.
+    emulates = dispatch.backend == "reference" or (dispatch.backend == "auto" and dispatch.allow_emulation)
+    if dispatch.precision != "bf16" and not emulates:
         backend = backend_for(dispatch.precision) if dispatch.backend == "auto" else dispatch.backend
-        missing = unsupported_precision(backend, dispatch.precision) or missing_on_this_machine(backend)
+        missing = missing_for_precision(backend, dispatch.precision, allow_emulation=dispatch.allow_emulation)
         if missing:
             return (
-                f"for precision = '{dispatch.precision}', {missing} To have it emulated, slowly, set backend = 'auto' and "
+                f"for precision = '{dispatch.precision}', {missing} To have it emulated anywhere, slowly, set backend = 'auto' and "
                 "allow_emulation = true."
             )
     uses_symmetric_memory = any(name in KERNEL_BACKENDS and missing_on_this_machine(name) is None for name in backends)

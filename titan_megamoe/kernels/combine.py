@@ -20,11 +20,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ..quantize import FP8
+from ..quantize import FP8, MX_BLOCK
 from ..symmetric import SymmetricWorkspace
 from . import plan_tables
 from .plan_tables import num_blocks, PHASE_ALL_SENT, PHASE_PUBLISHED
 from .quantize import quantize_rows
+from .quantize_mx import quantize_rows as quantize_mx_rows
 from .waiting import clock_ns, record_fault
 
 _FAULT_DEADLINE = tl.constexpr(plan_tables.FAULT_DEADLINE)
@@ -47,7 +48,7 @@ def publish(
     topk_ids_TK: torch.Tensor,
     topk_scores_TK: torch.Tensor,
     *,
-    is_fp8: bool = False,
+    number_format: str | None = None,
 ) -> object:
     """Copy this rank's inputs to where every rank can read them, and check the routes on the way.
 
@@ -59,7 +60,7 @@ def publish(
         x_TD: ``[T, D]``, dtype of the workspace's shape, ``T <= max_tokens``.
         topk_ids_TK: ``[T, K]`` int32 or int64 global expert ids.
         topk_scores_TK: ``[T, K]`` fp32, or the dtype of ``x_TD``.
-        is_fp8: publish x in blockwise FP8.
+        number_format: what x is published in: ``"fp8"`` (blockwise), ``"mxfp8"``, or None for its own dtype.
 
     An id that is no expert's and a score that is not finite are recorded in ``workspace.local.fault``.
 
@@ -84,10 +85,9 @@ def publish(
     x_TD = x_TD.contiguous()
     published, addresses = workspace.published, workspace.addresses
     read_in_place = None
-    if is_fp8:
-        read_in_place = _publish_fp8(
-            workspace, x_TD, published.x_TD, published.x_scales_Tb, addresses.x_P, addresses.x_scales_P
-        )
+    if number_format:
+        to = published.x_TD, published.x_scales_Tb, addresses.x_P, addresses.x_scales_P
+        read_in_place = _publish_quantised(workspace, number_format, x_TD, *to)
     publish_kernel[(max(1, triton.cdiv(num_tokens, _PUBLISH_TOKENS)),)](
         x_TD,
         topk_ids_TK.contiguous(),
@@ -103,8 +103,8 @@ def publish(
         NUM_EXPERTS=shape.num_experts,
         DIM=shape.dim,
         TOP_K=shape.top_k,
-        COPY_X=shape.ep_size > 1 and not is_fp8,
-        IN_PLACE=shape.ep_size == 1 and not is_fp8,
+        COPY_X=shape.ep_size > 1 and number_format is None,
+        IN_PLACE=shape.ep_size == 1 and number_format is None,
         BLOCK_T=_PUBLISH_TOKENS,
         BLOCK_ROUTES=triton.next_power_of_2(_PUBLISH_TOKENS * shape.top_k),
         BLOCK_X=_PUBLISH_ELEMENTS,
@@ -118,8 +118,8 @@ def publish_rows(
     *,
     dout_TD: torch.Tensor,  # noqa: N803
     x_TD: torch.Tensor | None = None,  # noqa: N803
-    dout_is_fp8: bool = False,
-    x_is_fp8: bool = False,
+    dout_format: str | None = None,
+    x_format: str | None = None,
 ) -> object:
     """Make the gradient of this rank's output readable for every rank, in backward; and ``x`` once more, if it is wanted.
 
@@ -127,19 +127,19 @@ def publish_rows(
 
     Args:
         dout_TD, x_TD: ``[T, D]``, contiguous, dtype of the workspace's shape, with the T of the forward.
-        dout_is_fp8, x_is_fp8: publish it in blockwise FP8.
+        dout_format, x_format: as ``number_format`` of :func:`publish`.
     """
     published, addresses = workspace.published, workspace.addresses
     read_in_place = []
-    for is_fp8, rows_TD, *to in (
-        (dout_is_fp8, dout_TD, published.dout_TD, published.dout_scales_Tb, addresses.dout_P, addresses.dout_scales_P),
-        (x_is_fp8, x_TD, published.x_TD, published.x_scales_Tb, addresses.x_P, addresses.x_scales_P),
+    for number_format, rows_TD, *to in (
+        (dout_format, dout_TD, published.dout_TD, published.dout_scales_Tb, addresses.dout_P, addresses.dout_scales_P),
+        (x_format, x_TD, published.x_TD, published.x_scales_Tb, addresses.x_P, addresses.x_scales_P),
     ):
         if rows_TD is None:
             continue
         buffer_TD, _, address_P, _ = to
-        if is_fp8:
-            read_in_place.append(_publish_fp8(workspace, rows_TD, *to))
+        if number_format:
+            read_in_place.append(_publish_quantised(workspace, number_format, rows_TD, *to))
         elif workspace.shape.ep_size > 1:
             buffer_TD[: rows_TD.shape[0]].copy_(rows_TD)
         else:
@@ -147,8 +147,9 @@ def publish_rows(
     return read_in_place
 
 
-def _publish_fp8(
+def _publish_quantised(
     workspace: SymmetricWorkspace,
+    number_format: str,
     rows_TD: torch.Tensor,  # noqa: N803
     buffer_TD: torch.Tensor,  # noqa: N803
     scales_buffer_Tb: torch.Tensor,  # noqa: N803
@@ -157,16 +158,22 @@ def _publish_fp8(
 ) -> object:
     """Quantise rows to where every rank can read them: with several ranks into the buffers, with one anywhere."""
     num_tokens, dim = rows_TD.shape
+    is_mx = number_format == "mxfp8"
+    quantize = quantize_mx_rows if is_mx else quantize_rows
     if workspace.shape.ep_size > 1:
         values_TD = buffer_TD.view(-1).view(FP8)[: num_tokens * dim].view(num_tokens, dim)
-        quantize_rows(rows_TD, values_TD, scales_buffer_Tb[:num_tokens])
+        scales = scales_buffer_Tb[:num_tokens]
+        quantize(rows_TD, values_TD, scales.view(torch.uint8) if is_mx else scales)
         return None
     values_TD = torch.empty_like(rows_TD, dtype=FP8)
-    scales_Tb = rows_TD.new_empty(num_tokens, num_blocks(dim), dtype=torch.float32)
-    quantize_rows(rows_TD, values_TD, scales_Tb)
+    if is_mx:
+        scales = rows_TD.new_empty(num_tokens, dim // MX_BLOCK, dtype=torch.uint8)
+    else:
+        scales = rows_TD.new_empty(num_tokens, num_blocks(dim), dtype=torch.float32)
+    quantize(rows_TD, values_TD, scales)
     address_P.fill_(values_TD.data_ptr())
-    scales_address_P.fill_(scales_Tb.data_ptr())
-    return values_TD, scales_Tb
+    scales_address_P.fill_(scales.data_ptr())
+    return values_TD, scales
 
 
 def handshake(workspace: SymmetricWorkspace, phase: int) -> None:

@@ -9,10 +9,14 @@ import functools
 
 import torch
 
+from ..quantize import MX_BLOCK
 from .plan_tables import BLOCK_M, MAX_TOP_K
 
 WIDTH_MULTIPLE = 64
 """Of which D and F must be multiples: the depth of a step of the main loops."""
+
+MX_WIDTH_MULTIPLE = 128
+"""Likewise of the kernels in MXFP8."""
 
 DEFAULT_DEADLINE_SECONDS = 10.0
 """How long a role waits for another one of the same kernel; they differ by microseconds."""
@@ -40,10 +44,18 @@ def check_tensor(kernel: str, name: str, tensor: torch.Tensor, shape: tuple[int,
         )
 
 
-def check_sizes(kernel: str, num_rows: int, dim: int, hidden_dim: int, num_experts: int, top_k: int) -> None:
+def check_scales(kernel: str, name: str, scales: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless ``scales`` are those in MXFP8 of a tensor of ``shape``, contracted along its last dimension."""
+    check_tensor(kernel, name, scales, (*shape[:-1], shape[-1] // MX_BLOCK), torch.uint8)
+
+
+def check_sizes(
+    kernel: str, num_rows: int, dim: int, hidden_dim: int, num_experts: int, top_k: int, *, is_mx: bool = False
+) -> None:
+    multiple = MX_WIDTH_MULTIPLE if is_mx else WIDTH_MULTIPLE
     for name, size in (("D", dim), ("F", hidden_dim)):
-        if size % WIDTH_MULTIPLE:
-            raise ValueError(f"{kernel}: {name} = {size} is not a multiple of {WIDTH_MULTIPLE}. Pad the model's.")
+        if size % multiple:
+            raise ValueError(f"{kernel}: {name} = {size} is not a multiple of {multiple}. Pad the model's.")
     if num_rows % BLOCK_M:
         raise ValueError(f"{kernel}: R = {num_rows} rows; the pool's must be a multiple of {BLOCK_M}.")
     if not 1 <= top_k <= MAX_TOP_K:

@@ -7,6 +7,8 @@ instance whose attributes are the tensors. Nothing else in the package computes 
 Shape suffixes are those of ``titan_megamoe/plan.py``; here also
 
     M  tiles of BLOCK_M rows of the row pool
+    b  blocks of 128 of what comes before it, of which blockwise FP8 has a scale each
+    g  groups of 32, of which MXFP8 has a scale each
     B  blocks of ``LayerShape.block_tokens`` tokens, owner rank after owner rank
 
 U, M and N are capacities: the real sizes are device scalars (:attr:`KernelPlan.sizes`), so nothing waits for the host.
@@ -21,7 +23,7 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
-from ..quantize import BLOCK, FP8
+from ..quantize import BLOCK, FORMATS, FP8, MX_BLOCK
 from .tuning import num_score_parts
 
 BLOCK_M = 128
@@ -335,22 +337,23 @@ class RowShape:
         return self.layer.dtype
 
     @property
-    def forward_fp8(self) -> bool:
-        return self.precision == "fp8"
+    def forward_format(self) -> str | None:
+        """What the forward's GEMMs multiply: ``"fp8"``, ``"mxfp8"``, or None for the layer's own dtype; likewise the next two."""
+        return FORMATS[self.precision].forward
 
     @property
-    def backward_fp8(self) -> bool:
-        return self.precision in ("fp8", "fp8_bwd")
+    def backward_format(self) -> str | None:
+        return FORMATS[self.precision].backward
 
     @property
-    def wgrad_fp8(self) -> bool:
-        return self.backward_fp8 and self.wgrad == "fp8"
+    def wgrad_format(self) -> str | None:
+        return FORMATS[self.precision].of_weight_gradients(self.wgrad)
 
     @property
-    def wgrad_from_fp8(self) -> tuple[bool, bool]:
-        """Whether weight gradients in bf16 need x, and dout, back from FP8."""
-        is_bf16 = self.backward_fp8 and not self.wgrad_fp8
-        return is_bf16 and self.forward_fp8, is_bf16
+    def wgrad_from_quantised(self) -> tuple[bool, bool]:
+        """Whether weight gradients in bf16 need x, and dout, back from what they were quantised to."""
+        is_bf16 = self.wgrad_format is None
+        return is_bf16 and self.forward_format is not None, is_bf16 and self.backward_format is not None
 
 
 def _rows(dtype, column_dim: str, meaning: str, *, only_if: Callable[[RowShape], bool] | None = None):
@@ -362,50 +365,79 @@ def _rows(dtype, column_dim: str, meaning: str, *, only_if: Callable[[RowShape],
     return buffer(dtype, shape, meaning)
 
 
-def _row_scales(of: str, column_dim: str, only_if: Callable[[RowShape], bool]):
-    """The scales of rows in FP8, block by block; empty unless ``only_if``."""
+def _row_scales(of: str, column_dim: str, format_of: Callable[[RowShape], str | None]):
+    """The scales of rows in blockwise FP8, block by block; empty in another format."""
 
     def shape(s: RowShape) -> tuple[int, int]:
-        return num_blocks(getattr(s.layer, column_dim)), s.num_rows if only_if(s) else 0
+        return num_blocks(getattr(s.layer, column_dim)), s.num_rows if format_of(s) == "fp8" else 0
 
     return buffer(torch.float32, shape, f"scales of {of} in FP8, by block of 128 columns")
+
+
+def _mx_row_scales(of: str, column_dim: str, format_of: Callable[[RowShape], str | None]):
+    """The scales of rows in MXFP8, row by row; empty in another format."""
+
+    def shape(s: RowShape) -> tuple[int, int]:
+        return s.num_rows if format_of(s) == "mxfp8" else 0, getattr(s.layer, column_dim) // MX_BLOCK
+
+    return buffer(torch.uint8, shape, f"scales of {of} in MXFP8, by group of 32 columns")
+
+
+def _mx_columns(of: str, column_dim: str):
+    """Rows quantised along their columns and transposed, for weight gradients in MXFP8."""
+
+    def shape(s: RowShape) -> tuple[int, int]:
+        return getattr(s.layer, column_dim), s.num_rows if s.wgrad_format == "mxfp8" else 0
+
+    return buffer(FP8, shape, f"{of}, transposed, for weight gradients in MXFP8; zeros in padding")
 
 
 def _columns(of: str, column_dim: str):
     """Rows quantised along their columns, each tile transposed, for weight gradients in FP8."""
 
     def shape(s: RowShape) -> tuple[int, int, int]:
-        return s.num_rows // BLOCK_M if s.wgrad_fp8 else 0, getattr(s.layer, column_dim), BLOCK_M
+        return s.num_rows // BLOCK_M if s.wgrad_format == "fp8" else 0, getattr(s.layer, column_dim), BLOCK_M
 
     return buffer(FP8, shape, f"{of}, each tile transposed, for weight gradients in FP8; zeros in padding")
 
 
 def _column_scales(of: str, column_dim: str):
     def shape(s: RowShape) -> tuple[int, int]:
-        return s.num_rows // BLOCK_M if s.wgrad_fp8 else 0, getattr(s.layer, column_dim)
+        return s.num_rows // BLOCK_M if s.wgrad_format == "fp8" else 0, getattr(s.layer, column_dim)
 
     return buffer(torch.float32, shape, f"scales of {of} transposed, by tile of 128 rows")
 
 
+def _mx_column_scales(of: str, column_dim: str):
+    def shape(s: RowShape) -> tuple[int, int]:
+        return getattr(s.layer, column_dim), s.num_rows // MX_BLOCK if s.wgrad_format == "mxfp8" else 0
+
+    return buffer(torch.uint8, shape, f"scales of {of} transposed in MXFP8, by group of 32 rows")
+
+
 def num_blocks(columns: int) -> int:
-    """Scales of a row in FP8."""
+    """Scales of a row in blockwise FP8."""
     return -(-columns // BLOCK)
 
 
 def _forward_dtype(s: RowShape) -> torch.dtype:
-    return FP8 if s.forward_fp8 else s.dtype
+    return FP8 if s.forward_format else s.dtype
 
 
 def _backward_dtype(s: RowShape) -> torch.dtype:
-    return FP8 if s.backward_fp8 else s.dtype
+    return FP8 if s.backward_format else s.dtype
 
 
-def _forward_fp8(s: RowShape) -> bool:
-    return s.forward_fp8
+def _forward_format(s: RowShape) -> str | None:
+    return s.forward_format
 
 
-def _backward_fp8(s: RowShape) -> bool:
-    return s.backward_fp8
+def _backward_format(s: RowShape) -> str | None:
+    return s.backward_format
+
+
+def _is_backward_quantised(s: RowShape) -> bool:
+    return s.backward_format is not None
 
 
 # The rows of this rank's experts, in plan order, each expert's padded to whole tiles. Where it is not said otherwise,
@@ -423,7 +455,8 @@ class KeptRows:
     )
     gate_RF: torch.Tensor = _rows(None, "hidden_dim", "x W1^T", only_if=lambda s: s.keeps_gate_up)  # noqa: N815
     up_RF: torch.Tensor = _rows(None, "hidden_dim", "x W3^T", only_if=lambda s: s.keeps_gate_up)  # noqa: N815
-    pool_scales_bR: torch.Tensor = _row_scales("x", "dim", _forward_fp8)  # noqa: N815
+    pool_scales_bR: torch.Tensor = _row_scales("x", "dim", _forward_format)  # noqa: N815
+    pool_scales_Rg: torch.Tensor = _mx_row_scales("x", "dim", _forward_format)  # noqa: N815
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -431,7 +464,8 @@ class HiddenRows:
     """What the first half of a forward leaves to the second."""
 
     h_RF: torch.Tensor = _rows(_forward_dtype, "hidden_dim", "silu(gate) * up")  # noqa: N815
-    h_scales_bR: torch.Tensor = _row_scales("h", "hidden_dim", _forward_fp8)  # noqa: N815
+    h_scales_bR: torch.Tensor = _row_scales("h", "hidden_dim", _forward_format)  # noqa: N815
+    h_scales_Rg: torch.Tensor = _mx_row_scales("h", "hidden_dim", _forward_format)  # noqa: N815
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -453,20 +487,26 @@ class BackwardRows:
     row_scores_R: torch.Tensor = buffer(torch.float32, lambda s: (s.num_rows,), "score of each row's route")  # noqa: N815
     dscore_parts_NR: torch.Tensor = buffer(  # noqa: N815
         torch.float32,
-        lambda s: (num_score_parts(s.layer.dim, s.layer.hidden_dim, is_fp8=s.backward_fp8), s.num_rows),
+        lambda s: (num_score_parts(s.layer.dim, s.layer.hidden_dim, is_fp8=s.backward_format is not None), s.num_rows),
         "parts of each row's score gradient, by column tile",
     )
-    dout_scales_bR: torch.Tensor = _row_scales("dout", "dim", _backward_fp8)  # noqa: N815
+    dout_scales_bR: torch.Tensor = _row_scales("dout", "dim", _backward_format)  # noqa: N815
     dgate_fp8_RF: torch.Tensor = _rows(  # noqa: N815
-        FP8, "hidden_dim", "gradient of gate, to multiply; before that h of saved = 'inputs'", only_if=_backward_fp8
+        FP8,
+        "hidden_dim",
+        "gradient of gate, to multiply; before that h of saved = 'inputs'",
+        only_if=_is_backward_quantised,
     )
-    dgate_scales_bR: torch.Tensor = _row_scales("the gradient of gate", "hidden_dim", _backward_fp8)  # noqa: N815
-    dup_fp8_RF: torch.Tensor = _rows(FP8, "hidden_dim", "gradient of up, to multiply", only_if=_backward_fp8)  # noqa: N815
-    dup_scales_bR: torch.Tensor = _row_scales("the gradient of up", "hidden_dim", _backward_fp8)  # noqa: N815
+    dgate_scales_bR: torch.Tensor = _row_scales("the gradient of gate", "hidden_dim", _backward_format)  # noqa: N815
+    dup_fp8_RF: torch.Tensor = _rows(FP8, "hidden_dim", "gradient of up, to multiply", only_if=_is_backward_quantised)  # noqa: N815
+    dup_scales_bR: torch.Tensor = _row_scales("the gradient of up", "hidden_dim", _backward_format)  # noqa: N815
     x_bf16_RD: torch.Tensor = _rows(  # noqa: N815
-        None, "dim", "x of each row back from FP8, for weight gradients in bf16", only_if=lambda s: s.wgrad_from_fp8[0]
+        None,
+        "dim",
+        "x of each row back from FP8, for weight gradients in bf16",
+        only_if=lambda s: s.wgrad_from_quantised[0],
     )
-    dout_bf16_RD: torch.Tensor = _rows(None, "dim", "dout likewise", only_if=lambda s: s.wgrad_from_fp8[1])  # noqa: N815
+    dout_bf16_RD: torch.Tensor = _rows(None, "dim", "dout likewise", only_if=lambda s: s.wgrad_from_quantised[1])  # noqa: N815
     x_MDr: torch.Tensor = _columns("x", "dim")  # noqa: N815
     x_scales_MD: torch.Tensor = _column_scales("x", "dim")  # noqa: N815
     dout_MDr: torch.Tensor = _columns("dout", "dim")  # noqa: N815
@@ -477,6 +517,19 @@ class BackwardRows:
     dup_scales_MF: torch.Tensor = _column_scales("dup", "hidden_dim")  # noqa: N815
     scaled_h_MFr: torch.Tensor = _columns("scaled_h", "hidden_dim")  # noqa: N815
     scaled_h_scales_MF: torch.Tensor = _column_scales("scaled_h", "hidden_dim")  # noqa: N815
+    dout_scales_Rg: torch.Tensor = _mx_row_scales("dout", "dim", _backward_format)  # noqa: N815
+    dgate_scales_Rg: torch.Tensor = _mx_row_scales("the gradient of gate", "hidden_dim", _backward_format)  # noqa: N815
+    dup_scales_Rg: torch.Tensor = _mx_row_scales("the gradient of up", "hidden_dim", _backward_format)  # noqa: N815
+    x_DR: torch.Tensor = _mx_columns("x", "dim")  # noqa: N815
+    dout_DR: torch.Tensor = _mx_columns("dout", "dim")  # noqa: N815
+    dgate_FR: torch.Tensor = _mx_columns("dgate", "hidden_dim")  # noqa: N815
+    dup_FR: torch.Tensor = _mx_columns("dup", "hidden_dim")  # noqa: N815
+    scaled_h_FR: torch.Tensor = _mx_columns("scaled_h", "hidden_dim")  # noqa: N815
+    x_scales_Dg: torch.Tensor = _mx_column_scales("x", "dim")  # noqa: N815
+    dout_scales_Dg: torch.Tensor = _mx_column_scales("dout", "dim")  # noqa: N815
+    dgate_scales_Fg: torch.Tensor = _mx_column_scales("dgate", "hidden_dim")  # noqa: N815
+    dup_scales_Fg: torch.Tensor = _mx_column_scales("dup", "hidden_dim")  # noqa: N815
+    scaled_h_scales_Fg: torch.Tensor = _mx_column_scales("scaled_h", "hidden_dim")  # noqa: N815
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from .. import quantize
 from .plan_tables import BLOCK_M, KernelPlan
+from .waiting import INTERPRETED
 
 _BLOCK = tl.constexpr(quantize.BLOCK)
 _FP8_MAX = tl.constexpr(quantize.FP8_MAX)
@@ -42,8 +43,8 @@ def quantize_rows(x_RI: torch.Tensor, values_RI: torch.Tensor, scales_Rb: torch.
         scales_Rb: ``[R, I / 128 rounded up]`` fp32, written.
     """
     num_rows, width = x_RI.shape
-    _check("values_RI", values_RI, (num_rows, width), quantize.FP8)
-    _check("scales_Rb", scales_Rb, (num_rows, triton.cdiv(width, quantize.BLOCK)), torch.float32)
+    check_buffer("values_RI", values_RI, (num_rows, width), quantize.FP8)
+    check_buffer("scales_Rb", scales_Rb, (num_rows, triton.cdiv(width, quantize.BLOCK)), torch.float32)
     if x_RI.numel():
         grid = (triton.cdiv(num_rows, _ROWS), triton.cdiv(width, quantize.BLOCK))
         quantize_rows_kernel[grid](x_RI, values_RI, scales_Rb, num_rows, width, BLOCK_R=_ROWS, num_warps=4)
@@ -64,12 +65,12 @@ def quantize_weights(
     """
     num_experts, rows, columns = w_EIJ.shape
     blocks = triton.cdiv(rows, quantize.BLOCK), triton.cdiv(columns, quantize.BLOCK)
-    _check("w_EIJ", w_EIJ, (num_experts, rows, columns), torch.bfloat16)
+    check_buffer("w_EIJ", w_EIJ, (num_experts, rows, columns), torch.bfloat16)
     if rows % 4:
         raise ValueError(f"quantize: w_EIJ has {rows} rows, which is not a multiple of 4. Pad the model's.")
-    _check("values_EIJ", values_EIJ, (num_experts, rows, columns), quantize.FP8)
-    _check("transposed_EJI", transposed_EJI, (num_experts, columns, rows), quantize.FP8)
-    _check("scales_Ebb", scales_Ebb, (num_experts, *blocks), torch.float32)
+    check_buffer("values_EIJ", values_EIJ, (num_experts, rows, columns), quantize.FP8)
+    check_buffer("transposed_EJI", transposed_EJI, (num_experts, columns, rows), quantize.FP8)
+    check_buffer("scales_Ebb", scales_Ebb, (num_experts, *blocks), torch.float32)
     if w_EIJ.numel():
         quantize_weights_kernel[(num_experts, *blocks)](
             w_EIJ, values_EIJ, transposed_EJI, scales_Ebb, rows, columns, num_warps=8
@@ -96,15 +97,15 @@ def quantize_columns(
         scales_MI: ``[R / 128, I]`` fp32, written where there are tiles.
     """
     num_rows, width = x_RI.shape
-    _check("values_MIr", values_MIr, (num_rows // BLOCK_M, width, BLOCK_M), quantize.FP8)
-    _check("scales_MI", scales_MI, (num_rows // BLOCK_M, width), torch.float32)
+    check_buffer("values_MIr", values_MIr, (num_rows // BLOCK_M, width, BLOCK_M), quantize.FP8)
+    check_buffer("scales_MI", scales_MI, (num_rows // BLOCK_M, width), torch.float32)
     is_fp8 = x_RI.dtype == quantize.FP8
     if is_fp8 != (row_scales_bR is not None):
         raise ValueError(
             f"quantize_columns: pass row_scales_bR with e4m3 rows, and only with them; x_RI is {x_RI.dtype}."
         )
     if is_fp8:
-        _check("row_scales_bR", row_scales_bR, (triton.cdiv(width, quantize.BLOCK), num_rows), torch.float32)
+        check_buffer("row_scales_bR", row_scales_bR, (triton.cdiv(width, quantize.BLOCK), num_rows), torch.float32)
     if x_RI.numel():
         columns, num_warps = _COLUMNS[x_RI.element_size()]
         quantize_columns_kernel[(num_rows // BLOCK_M * triton.cdiv(width, columns),)](
@@ -137,19 +138,49 @@ def dequantize_rows(
         out_RI: ``[R, I]`` bf16, written where there are tiles: zeros in padding.
     """
     num_rows, width = values_RI.shape
-    _check("scales_bR", scales_bR, (triton.cdiv(width, quantize.BLOCK), num_rows), torch.float32)
-    _check("out_RI", out_RI, (num_rows, width), torch.bfloat16)
+    check_buffer("scales_bR", scales_bR, (triton.cdiv(width, quantize.BLOCK), num_rows), torch.float32)
+    check_buffer("out_RI", out_RI, (num_rows, width), torch.bfloat16)
     if values_RI.numel():
         dequantize_rows_kernel[(num_rows // _PART, triton.cdiv(width, quantize.BLOCK))](
             values_RI, scales_bR, plan.sizes, plan.tile_rows_M, out_RI, num_rows, width, PART=_PART, num_warps=4
         )
 
 
-def _check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def check_buffer(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raise ValueError unless ``tensor`` is as a quantisation kernel reads or writes it."""
     if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
         raise ValueError(
             f"quantize: {name} is {tuple(tensor.shape)} {tensor.dtype}; expected {shape} {dtype}, contiguous."
         )
+
+
+if INTERPRETED:
+
+    def _round_to_fp8(x):
+        """As PyTorch rounds, and as NVIDIA's GPUs do, saturating: the interpreter's own conversion loses carries into the exponent, cuts off
+        subnormals, and makes numbers of NaN."""
+        values = (
+            torch.from_numpy(x.handle.data.copy())
+            .clamp(-quantize.FP8_MAX, quantize.FP8_MAX)
+            .to(quantize.FP8)
+            .view(torch.uint8)
+            .numpy()
+        )
+        as_bytes = tl.zeros(x.shape, tl.uint8)
+        as_bytes.handle.data = values
+        return as_bytes.to(tl.float8e4nv, bitcast=True)
+
+else:
+
+    @triton.jit
+    def _round_to_fp8(x):
+        return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def to_fp8(x):
+    """e4m3 of fp32, on any GPU. Rounding of what is scaled may leave the largest value just above 448; NaN must stay."""
+    return _round_to_fp8(tl.clamp(x, -_FP8_MAX, _FP8_MAX, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
@@ -174,12 +205,6 @@ def _inverse(amax):
 
 
 @triton.jit
-def _to_fp8(x, inverse):
-    # Rounding may leave the largest value just above 448: the conversion saturates, and keeps NaN.
-    return (x * inverse).to(tl.float8e4nv)
-
-
-@triton.jit
 def quantize_rows_kernel(x_RI, values_RI, scales_Rb, num_rows, width, BLOCK_R: tl.constexpr):
     row_R = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     block = tl.program_id(1)
@@ -189,7 +214,7 @@ def quantize_rows_kernel(x_RI, values_RI, scales_Rb, num_rows, width, BLOCK_R: t
     at_RI = row_R[:, None] * width + column_I[None, :]
     x = tl.load(x_RI + at_RI, mask=is_inside_RI, other=0.0).to(tl.float32)
     amax_R = _amax(x, 1)
-    tl.store(values_RI + at_RI, _to_fp8(x, _inverse(amax_R)[:, None]), mask=is_inside_RI)
+    tl.store(values_RI + at_RI, _round_to_fp8(x * _inverse(amax_R)[:, None]), mask=is_inside_RI)
     tl.store(scales_Rb + row_R * tl.cdiv(width, _BLOCK) + block, _scale(amax_R), mask=is_row_R)
 
 
@@ -301,7 +326,7 @@ def _load_rows(x, width, row_scales_R, row_R, column_I, limits, HAS_ROW_SCALES: 
 @triton.jit
 def _to_bytes(x0, x1, inverse):
     """Both in FP8, as uint8: one instruction converts two values that are neighbours, which joining makes them."""
-    return tl.split(_to_fp8(tl.join(x0 * inverse, x1 * inverse), 1.0).to(tl.uint8, bitcast=True))
+    return tl.split(_round_to_fp8(tl.join(x0 * inverse, x1 * inverse)).to(tl.uint8, bitcast=True))
 
 
 @triton.jit

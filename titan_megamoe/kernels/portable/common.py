@@ -19,7 +19,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...quantize import MX_BLOCK
 from .. import plan_tables
+from ..quantize_mx import from_mx, to_mx
 from ..waiting import clock_ns, flush_stores, INTERPRETED, record_fault
 
 BLOCK_M = tl.constexpr(plan_tables.BLOCK_M)
@@ -27,6 +29,9 @@ BLOCK_M = tl.constexpr(plan_tables.BLOCK_M)
 
 PADDING_M = tl.constexpr(plan_tables.BLOCK_M // 2)
 """Padding is zero up to a multiple of so many rows of an expert: what weight gradients may read."""
+
+GROUP = tl.constexpr(MX_BLOCK)
+"""Elements that share a scale in MXFP8."""
 
 _FAULT_DEADLINE = tl.constexpr(plan_tables.FAULT_DEADLINE)
 _PAUSE_NS = tl.constexpr(1000)
@@ -142,7 +147,52 @@ def row_of(matrix, row, STRIDE: tl.constexpr):
     return matrix + row.to(tl.int64) * STRIDE
 
 
+@triton.jit
+def store_mx(x, matrix, scales, row, column, num_rows, WIDTH: tl.constexpr, STRIDE: tl.constexpr):
+    """Quantise fp32 ``[BLOCK_M, WIDTH]`` and write the first ``num_rows`` rows, from there on, into matrices of STRIDE columns, and of
+    STRIDE / 32 scales."""
+    values, scale_of_group = to_mx(x, BLOCK_M, WIDTH)
+    is_written = (tl.arange(0, BLOCK_M) < num_rows)[:, None]
+    tl.store(row_of(matrix, row, STRIDE) + column + matrix_offsets(BLOCK_M, WIDTH, STRIDE), values, mask=is_written)
+    at = column // GROUP + matrix_offsets(BLOCK_M, WIDTH // GROUP, STRIDE // GROUP)
+    tl.store(row_of(scales, row, STRIDE // GROUP) + at, scale_of_group, mask=is_written)
+
+
+# ---- products
+#
+# An operand is a pair of pointers, to its first element and to that element's scale. In bf16 there are no scales, and the second is any
+# pointer. In MXFP8 (MX) an element is a byte, and GROUP of them along what is contracted share a scale of a byte.
+
 _INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def rows_of(values, scales, row, WIDTH: tl.constexpr, MX: tl.constexpr):
+    """An operand that begins with a row of a matrix, contracted along its WIDTH columns."""
+    values = row_of(values, row, WIDTH)
+    if MX:
+        scales = row_of(scales, row, WIDTH // GROUP)
+    return values, scales
+
+
+@triton.jit
+def load_step(operand, k, stride, HEIGHT: tl.constexpr, BLOCK_K: tl.constexpr, MX: tl.constexpr, CACHE: tl.constexpr):
+    """``[HEIGHT, BLOCK_K]`` of an operand whose rows are ``stride`` elements apart, from column ``k`` on: values and, in MX, scales."""
+    values, scales = operand
+    row = tl.arange(0, HEIGHT)[:, None]
+    loaded = tl.load(values + k + row * stride + tl.arange(0, BLOCK_K)[None, :], cache_modifier=CACHE)
+    loaded_scales = loaded
+    if MX:
+        loaded_scales = load_scales(scales, k, stride, HEIGHT, BLOCK_K, CACHE)
+    return loaded, loaded_scales
+
+
+@triton.jit
+def load_scales(scales, k, stride, HEIGHT: tl.constexpr, BLOCK_K: tl.constexpr, CACHE: tl.constexpr):
+    """Those of :func:`load_step`, in MX."""
+    group = tl.arange(0, BLOCK_K // GROUP)[None, :]
+    row = tl.arange(0, HEIGHT)[:, None]
+    return tl.load(scales + k // GROUP + row * (stride // GROUP) + group, cache_modifier=CACHE)
 
 
 @triton.jit
@@ -153,18 +203,42 @@ def dot(a, b, acc):
     return tl.dot(a, b, acc)
 
 
-# A product's operands lie along what is contracted, or across it: a is along it always.
+@triton.jit
+def multiply_step(a, b, acc, MX: tl.constexpr):
+    """``acc + a b^T`` of what :func:`load_step` returned. In MX natively on GPUs that can (``backends.py``); for others, Triton converts to
+    bf16, which holds e4m3 times a power of two exactly."""
+    a_values, a_scales = a
+    b_values, b_scales = b
+    if MX:
+        if _INTERPRETED:  # which knows no scaled product
+            a_values = from_mx(a_values, a_scales, a_values.shape[0], a_values.shape[1])
+            b_values = from_mx(b_values, b_scales, b_values.shape[0], b_values.shape[1])
+            acc = tl.dot(a_values, tl.trans(b_values), acc)
+        else:
+            acc = tl.dot_scaled(a_values, a_scales, "e4m3", tl.trans(b_values), b_scales, "e4m3", acc)
+    else:
+        acc = dot(a_values, tl.trans(b_values), acc)
+    return acc
+
+
+# A product's operands lie along what is contracted, or across it: a is along it always, and in MX b is, too.
 
 
 @triton.jit
-def multiply_along(acc, a_tile, b_tile, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """``acc + a b^T`` for ``a`` ``[BLOCK_M, DEPTH]`` and ``b`` ``[BLOCK_N, DEPTH]``, given their first elements."""
-    a_offsets = matrix_offsets(BLOCK_M, BLOCK_K, DEPTH)
-    b_offsets = matrix_offsets(BLOCK_N, BLOCK_K, DEPTH)
+def multiply_along(
+    acc,
+    a,
+    b,
+    DEPTH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    MX: tl.constexpr,
+    CACHE_A: tl.constexpr,
+):
+    """``acc + a b^T`` for operands ``a`` ``[BLOCK_M, DEPTH]`` and ``b`` ``[BLOCK_N, DEPTH]``. CACHE_A: how a is loaded."""
     for k in range(0, DEPTH, BLOCK_K):
-        a = tl.load(a_tile + k + a_offsets)
-        b = tl.load(b_tile + k + b_offsets)
-        acc = dot(a, tl.trans(b), acc)
+        a_step = load_step(a, k, DEPTH, BLOCK_M, BLOCK_K, MX, CACHE_A)
+        acc = multiply_step(a_step, load_step(b, k, DEPTH, BLOCK_N, BLOCK_K, MX, ""), acc, MX)
     return acc
 
 

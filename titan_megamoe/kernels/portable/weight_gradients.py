@@ -13,10 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import check_sizes, check_tensor, grid_size
+from ... import quantize
+from ..launch import check_scales, check_sizes, check_tensor, grid_size
 from ..plan_tables import Counters, KernelPlan
-from .common import claim, dot, PADDING_M, trip_count
-from .tuning import gpu_kind, tune_weight_gradients, WeightGradientsTuning
+from .common import BLOCK_M as TILE_ROWS, claim, dot, GROUP, load_step, multiply_step, PADDING_M, trip_count
+from .tuning import gpu_kind, step_depth, tune_weight_gradients, WeightGradientsTuning
 
 
 def weight_gradients(
@@ -57,45 +58,134 @@ def weight_gradients(
     Raises:
         ValueError: a shape, dtype or layout is not as described.
     """
-    name = "weight_gradients"
+    rows = dict(x_RD=x_RD, dout_RD=dout_RD, dgate_RF=dgate_RF, dup_RF=dup_RF, scaled_h_RF=scaled_h_RF)
     num_rows, dim = x_RD.shape
-    num_experts, hidden_dim, _ = dw1_EFD.shape
-    for tensor_name, tensor, shape in (
-        ("x_RD", x_RD, (num_rows, dim)),
-        ("dout_RD", dout_RD, (num_rows, dim)),
-        ("dgate_RF", dgate_RF, (num_rows, hidden_dim)),
-        ("dup_RF", dup_RF, (num_rows, hidden_dim)),
-        ("scaled_h_RF", scaled_h_RF, (num_rows, hidden_dim)),
+    hidden_dim = dw1_EFD.shape[1]
+    for name, tensor in rows.items():
+        check_tensor(
+            "weight_gradients", name, tensor, (num_rows, dim if name.endswith("D") else hidden_dim), torch.bfloat16
+        )
+    _launch(
+        "weight_gradients",
+        (num_rows, dim, hidden_dim),
+        plan,
+        counters,
+        tuple(rows.values()),
+        None,
+        dw1_EFD=dw1_EFD,
+        dw2_EDF=dw2_EDF,
+        dw3_EFD=dw3_EFD,
+        accumulate=accumulate,
+        num_sms=num_sms,
+        tuning=tuning,
+    )
+
+
+def weight_gradients_mxfp8(
+    plan: KernelPlan,
+    counters: Counters,
+    *,
+    x_DR: torch.Tensor,  # noqa: N803
+    x_scales_Dg: torch.Tensor,  # noqa: N803
+    dout_DR: torch.Tensor,  # noqa: N803
+    dout_scales_Dg: torch.Tensor,  # noqa: N803
+    dgate_FR: torch.Tensor,  # noqa: N803
+    dgate_scales_Fg: torch.Tensor,  # noqa: N803
+    dup_FR: torch.Tensor,  # noqa: N803
+    dup_scales_Fg: torch.Tensor,  # noqa: N803
+    scaled_h_FR: torch.Tensor,  # noqa: N803
+    scaled_h_scales_Fg: torch.Tensor,  # noqa: N803
+    dw1_EFD: torch.Tensor,  # noqa: N803
+    dw2_EDF: torch.Tensor,  # noqa: N803
+    dw3_EFD: torch.Tensor,  # noqa: N803
+    accumulate: bool = False,
+    num_sms: int | None = None,
+    tuning: WeightGradientsTuning | None = None,
+) -> None:
+    """:func:`weight_gradients` in MXFP8, from rows as ``quantize_columns`` of ``kernels/quantize_mx.py`` writes them: transposed, e4m3 ``[D, R]``
+    and ``[F, R]``, zeros in padding, with scales (e8m0 in uint8) of 32 rows, ``[D, R / 32]`` and ``[F, R / 32]``. D and F are multiples of 128.
+
+    Raises:
+        ValueError: a shape, dtype or layout is not as described.
+    """
+    name = "weight_gradients_mxfp8"
+    dim, num_rows = x_DR.shape
+    hidden_dim = dw1_EFD.shape[1]
+    operands = (
+        ("x_DR", x_DR, x_scales_Dg, dim),
+        ("dout_DR", dout_DR, dout_scales_Dg, dim),
+        ("dgate_FR", dgate_FR, dgate_scales_Fg, hidden_dim),
+        ("dup_FR", dup_FR, dup_scales_Fg, hidden_dim),
+        ("scaled_h_FR", scaled_h_FR, scaled_h_scales_Fg, hidden_dim),
+    )
+    for operand_name, values, scales, width in operands:
+        check_tensor(name, operand_name, values, (width, num_rows), quantize.FP8)
+        check_scales(name, f"the scales of {operand_name}", scales, (width, num_rows))
+    _launch(
+        name,
+        (num_rows, dim, hidden_dim),
+        plan,
+        counters,
+        tuple(values for _, values, _, _ in operands),
+        tuple(scales for _, _, scales, _ in operands),
+        dw1_EFD=dw1_EFD,
+        dw2_EDF=dw2_EDF,
+        dw3_EFD=dw3_EFD,
+        accumulate=accumulate,
+        num_sms=num_sms,
+        tuning=tuning,
+    )
+
+
+def _launch(
+    name: str,
+    sizes: tuple[int, int, int],
+    plan: KernelPlan,
+    counters: Counters,
+    rows: tuple[torch.Tensor, ...],
+    scales: tuple[torch.Tensor, ...] | None,
+    *,
+    dw1_EFD: torch.Tensor,  # noqa: N803
+    dw2_EDF: torch.Tensor,  # noqa: N803
+    dw3_EFD: torch.Tensor,  # noqa: N803
+    accumulate: bool,
+    num_sms: int | None,
+    tuning: WeightGradientsTuning | None,
+) -> None:
+    """``rows``: x, dout, dgate, dup and scaled_h; ``scales``: theirs, in MXFP8."""
+    is_mx = scales is not None
+    num_rows, dim, hidden_dim = sizes
+    num_experts = dw1_EFD.shape[0]
+    for gradient_name, gradient, shape in (
         ("dw1_EFD", dw1_EFD, (num_experts, hidden_dim, dim)),
         ("dw2_EDF", dw2_EDF, (num_experts, dim, hidden_dim)),
         ("dw3_EFD", dw3_EFD, (num_experts, hidden_dim, dim)),
     ):
-        check_tensor(name, tensor_name, tensor, shape, torch.bfloat16)
+        check_tensor(name, gradient_name, gradient, shape, torch.bfloat16)
     check_tensor(name, "plan.expert_rows_e", plan.expert_rows_e, (num_experts,), torch.int32)
-    check_sizes(name, num_rows, dim, hidden_dim, num_experts, plan.pull_rows_UK.shape[1])
-    num_programs = grid_size(name, num_sms, x_RD.device)
-    tuning = tuning or tune_weight_gradients(gpu_kind(x_RD.device), dim, hidden_dim)
+    check_sizes(name, num_rows, dim, hidden_dim, num_experts, plan.pull_rows_UK.shape[1], is_mx=is_mx)
+    device = dw1_EFD.device
+    num_programs = grid_size(name, num_sms, device)
+    tuning = tuning or tune_weight_gradients(gpu_kind(device), dim, hidden_dim, is_mx=is_mx)
     weight_gradients_kernel[(num_programs,)](
-        x_RD,
-        dout_RD,
-        dgate_RF,
-        dup_RF,
-        scaled_h_RF,
+        *rows,
+        *(scales or rows),
         dw1_EFD,
         dw2_EDF,
         dw3_EFD,
         plan.expert_start_e1,
         plan.expert_rows_e,
         num_experts,
+        num_rows,
         counters.queue,
-        **weight_gradients_constants(tuning, dim=dim, hidden_dim=hidden_dim, accumulate=accumulate),
+        **weight_gradients_constants(tuning, dim=dim, hidden_dim=hidden_dim, accumulate=accumulate, is_mx=is_mx),
         num_warps=tuning.warps,
         num_stages=tuning.stages,
     )
 
 
 def weight_gradients_constants(
-    tuning: WeightGradientsTuning, *, dim: int, hidden_dim: int, accumulate: bool
+    tuning: WeightGradientsTuning, *, dim: int, hidden_dim: int, accumulate: bool, is_mx: bool = False
 ) -> dict[str, int | bool]:
     """What the kernel is compiled for."""
     return {
@@ -104,6 +194,8 @@ def weight_gradients_constants(
         "ACCUMULATE": accumulate,
         "BLOCK_M": tuning.block_m,
         "BLOCK_N": tuning.block_n,
+        "BLOCK_K": step_depth(is_mx),
+        "MX": is_mx,
     }
 
 
@@ -114,23 +206,31 @@ _TILE_QUEUE = tl.constexpr(5)
 
 @triton.jit(do_not_specialize=["num_experts"])
 def weight_gradients_kernel(
-    x_RD,
-    dout_RD,
-    dgate_RF,
-    dup_RF,
-    scaled_h_RF,
+    x,  # [R, D]; in MX this and the next four transposed
+    dout,
+    dgate,
+    dup,
+    scaled_h,
+    x_scales,
+    dout_scales,
+    dgate_scales,
+    dup_scales,
+    scaled_h_scales,
     dw1_EFD,
     dw2_EDF,
     dw3_EFD,
     expert_start_e1,
     expert_rows_e,
     num_experts,
+    num_rows,
     queue,
     DIM: tl.constexpr,
     HIDDEN: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    MX: tl.constexpr,
 ):
     # All tiles, expert after expert. Those at work at the same time should read the same columns, so they are taken in strips of
     # columns of D, over all of F, those of dw1 and dw3 together: both read x.
@@ -138,40 +238,72 @@ def weight_gradients_kernel(
     F_COLUMN_TILES: tl.constexpr = HIDDEN // BLOCK_N
     DW13_TILES: tl.constexpr = 2 * F_TILES * (DIM // BLOCK_N)
     TILES: tl.constexpr = DW13_TILES + DIM // BLOCK_M * F_COLUMN_TILES
+    num_rows = tl.multiple_of(num_rows, TILE_ROWS)
     index = claim(queue + _TILE_QUEUE, 1)
     while index < num_experts * TILES:
         expert = index // TILES
         tile = index % TILES
         is_dw2 = tile >= DW13_TILES
         is_dw1 = tile // F_TILES % 2 == 0
-        left, right, dw = dup_RF, x_RD, dw3_EFD
+        left, right, dw = dup, x, dw3_EFD
+        left_scales, right_scales = dup_scales, x_scales
         height, width = HIDDEN, DIM
         m, n = tile % F_TILES, tile // (2 * F_TILES)
         if is_dw2:
-            left, right, dw = dout_RD, scaled_h_RF, dw2_EDF
+            left, right, dw = dout, scaled_h, dw2_EDF
+            left_scales, right_scales = dout_scales, scaled_h_scales
             height, width = DIM, HIDDEN
             m, n = (tile - DW13_TILES) // F_COLUMN_TILES, (tile - DW13_TILES) % F_COLUMN_TILES
         elif is_dw1:
-            left, dw = dgate_RF, dw1_EFD
+            left, dw, left_scales = dgate, dw1_EFD, dgate_scales
         rows = tl.load(expert_rows_e + expert)
         if (rows > 0) | (not ACCUMULATE):  # an addition of nothing changes nothing
-            first_row = tl.load(expert_start_e1 + expert).to(tl.int64)
+            first_row = tl.multiple_of(tl.load(expert_start_e1 + expert), TILE_ROWS).to(tl.int64)
             row, column = m * BLOCK_M, n * BLOCK_N
-            product = _multiply(
-                left + first_row * height + row,
-                right + first_row * width + column,
-                height,
-                width,
-                (rows + PADDING_M - 1) // PADDING_M,
-                BLOCK_M,
-                BLOCK_N,
-            )
+            if MX:
+                product = _multiply_mx(
+                    _columns_of(left, left_scales, row, first_row, num_rows),
+                    _columns_of(right, right_scales, column, first_row, num_rows),
+                    num_rows,
+                    (rows + BLOCK_K - 1) // BLOCK_K,
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                )
+            else:
+                product = _multiply(
+                    left + first_row * height + row,
+                    right + first_row * width + column,
+                    height,
+                    width,
+                    (rows + PADDING_M - 1) // PADDING_M,
+                    BLOCK_M,
+                    BLOCK_N,
+                )
             dw += (expert.to(tl.int64) * height + row) * width + column
             dw_offsets = tl.arange(0, BLOCK_M)[:, None] * width + tl.arange(0, BLOCK_N)[None, :]
             if ACCUMULATE:
                 product += tl.load(dw + dw_offsets).to(tl.float32)
             tl.store(dw + dw_offsets, product.to(tl.bfloat16))
         index = claim(queue + _TILE_QUEUE, 1)
+
+
+@triton.jit
+def _columns_of(values, scales, column, first_row, num_rows):
+    """Columns of the rows of an expert, from ``column`` on, as an operand: they are rows of the transposed matrix."""
+    at = column.to(tl.int64) * num_rows + first_row
+    return values + at, scales + at // GROUP
+
+
+@triton.jit
+def _multiply_mx(left, right, num_rows, steps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """As :func:`_multiply`, of operands transposed. A step takes BLOCK_K rows, a tile of the pool, whose padding is zeros."""
+    product = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for step in range(0, trip_count(steps)):
+        left_step = load_step(left, step * BLOCK_K, num_rows, BLOCK_M, BLOCK_K, True, "")
+        right_step = load_step(right, step * BLOCK_K, num_rows, BLOCK_N, BLOCK_K, True, "")
+        product = multiply_step(left_step, right_step, product, True)
+    return product
 
 
 @triton.jit
