@@ -61,8 +61,9 @@ PRODUCTS = {
 MX_PRODUCTS = PRODUCTS | {"sm_100": r"tcgen05\.mma\S*kind::mxf8f6f4\.block_scale", "gfx950": "v_mfma_scale_f32"}
 """The instructions that multiply. Hopper's are those of bf16."""
 
-MAX_STACK = 128
-"""Bytes per thread, on other NVIDIA GPUs than Hopper's: there ptxas aims at a number of registers of its own, and spills a few."""
+MAX_STACK = 128 if triton.__version__.startswith("3.6.") else 192
+"""Bytes per thread, on other NVIDIA GPUs than Hopper's: there ptxas aims at a number of registers of its own, and spills a few. The tables were
+made with Triton 3.6."""
 
 
 def compile_kernel(
