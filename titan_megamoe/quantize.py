@@ -99,7 +99,7 @@ def quantize_mx(x_RI: torch.Tensor, dim: int = -1) -> Blocks:
 
     By torchao, whose formats TorchTitan's own MXFP8 uses, with scales rounded up (RCEIL, the recipe of cuBLAS and of TorchTitan's
     grouped GEMMs): the smallest power of two with which no value of the block exceeds 448. Rounded down (FLOOR, as the
-    specification recommends) they would cut off values between 448 and 512 times the scale, and the error of Gaussian data is 11% larger.
+    specification recommends) they would cut off values between 448 and 512 times the scale.
     """
     # Here, for it takes seconds to import and no other precision needs it.
     from torchao.prototype.mx_formats.config import ScaleCalculationMode

@@ -35,7 +35,6 @@ Shape suffixes are those of ``plan_tables.py``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from triton.experimental import gluon
@@ -67,6 +66,7 @@ from .common import (
     tile_descriptor,
     unpack_tile,
 )
+from .launch import ScoreGradients
 from .plan_tables import Counters, KernelPlan
 from .send import await_turn, schedule_passes, send_tokens, send_tokens_if, store_tiles
 from .tuning import GemmPushTuning, tune_gemm_push
@@ -297,27 +297,6 @@ def launch_push(
         **constants(tuning, dim=dim, hidden_dim=hidden_dim, top_k=top_k, ep_size=ep_size, score_parts=score_parts),
         num_warps=4,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoreGradients:
-    """In backward: parts of each row's score gradient, and where their sums go: one of the two."""
-
-    parts_NR: torch.Tensor
-    dscores_TK: torch.Tensor | None
-    slots_addresses_P: torch.Tensor | None
-
-    def check(self, name: str, num_rows: int, top_k: int, dx_TD: torch.Tensor | None) -> torch.Tensor:  # noqa: N803
-        """Returns where the sums go. ``dx_TD``: as of ``gemm_push_backward``."""
-        if (dx_TD is None) != (self.dscores_TK is None) or (dx_TD is None) == (self.slots_addresses_P is None):
-            raise ValueError(
-                f"{name}: pass both dx_TD and dscores_TK, or both slots_addresses_P and score_slots_addresses_P."
-            )
-        check_tensor(name, "dscore_parts_NR", self.parts_NR, (self.parts_NR.shape[0], num_rows), torch.float32)
-        if self.dscores_TK is None:
-            return self.slots_addresses_P
-        check_tensor(name, "dscores_TK", self.dscores_TK, (dx_TD.shape[0], top_k), torch.float32)
-        return self.dscores_TK
 
 
 def gemm_push_constants(tuning: GemmPushTuning, **sizes: int) -> dict[str, int | bool]:

@@ -46,7 +46,8 @@ from .common import (
     skip_steps,
     unpack_tile,
 )
-from .gemm_push import launch_push, push_constants, ScoreGradients
+from .gemm_push import launch_push, push_constants
+from .launch import ScoreGradients
 from .plan_tables import Counters, KernelPlan
 from .pull_gemm_fp8 import BLOCK, check_blocks, fp8_descriptor, scales_layout
 from .send import await_turn, schedule_passes, send_tokens, send_tokens_if, store_tiles

@@ -6,6 +6,7 @@ Shape suffixes are those of ``plan_tables.py``.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 
@@ -81,3 +82,24 @@ def grid_size(kernel: str, num_sms: int | None, device: torch.device) -> int:
             f"{kernel}: num_sms = {num_sms}, but the device has {available}. Pass 1 to {available}, or None for all."
         )
     return num_sms
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreGradients:
+    """In backward: parts of each row's score gradient, and where their sums go: one of the two."""
+
+    parts_NR: torch.Tensor
+    dscores_TK: torch.Tensor | None
+    slots_addresses_P: torch.Tensor | None
+
+    def check(self, name: str, num_rows: int, top_k: int, dx_TD: torch.Tensor | None) -> torch.Tensor:  # noqa: N803
+        """Returns where the sums go. ``dx_TD``: as of ``gemm_push_backward``."""
+        if (dx_TD is None) != (self.dscores_TK is None) or (dx_TD is None) == (self.slots_addresses_P is None):
+            raise ValueError(
+                f"{name}: pass both dx_TD and dscores_TK, or both slots_addresses_P and score_slots_addresses_P."
+            )
+        check_tensor(name, "dscore_parts_NR", self.parts_NR, (self.parts_NR.shape[0], num_rows), torch.float32)
+        if self.dscores_TK is None:
+            return self.slots_addresses_P
+        check_tensor(name, "dscores_TK", self.dscores_TK, (dx_TD.shape[0], top_k), torch.float32)
+        return self.dscores_TK

@@ -12,7 +12,15 @@ import triton.language as tl
 
 from ... import quantize
 from .. import plan_tables
-from ..launch import check_scales, check_sizes, check_tensor, deadline_in_us, DEFAULT_DEADLINE_SECONDS, grid_size
+from ..launch import (
+    check_scales,
+    check_sizes,
+    check_tensor,
+    deadline_in_us,
+    DEFAULT_DEADLINE_SECONDS,
+    grid_size,
+    ScoreGradients,
+)
 from ..plan_tables import Counters, KernelPlan
 from .common import (
     arrive_to_push,
@@ -286,13 +294,6 @@ def _launch_backward(
     score_slots_addresses_P: torch.Tensor | None,  # noqa: N803
     **options,
 ) -> None:
-    if (dx_TD is None) != (dscores_TK is None) or (slots_addresses_P is None) != (score_slots_addresses_P is None):
-        raise ValueError(
-            f"{name}: pass both dx_TD and dscores_TK, or both slots_addresses_P and score_slots_addresses_P."
-        )
-    check_tensor(name, "dscore_parts_NR", dscore_parts_NR, (dscore_parts_NR.shape[0], sizes[0]), torch.float32)
-    if dscores_TK is not None:
-        check_tensor(name, "dscores_TK", dscores_TK, (dx_TD.shape[0], plan.pull_rows_UK.shape[1]), torch.float32)
     _launch(
         name,
         operands,
@@ -303,7 +304,9 @@ def _launch_backward(
         y_RD=dx_RD,
         out_TD=dx_TD,
         slots_addresses_P=slots_addresses_P,
-        score_gradients=(dscore_parts_NR, dscores_TK if score_slots_addresses_P is None else score_slots_addresses_P),
+        score_gradients=ScoreGradients(
+            parts_NR=dscore_parts_NR, dscores_TK=dscores_TK, slots_addresses_P=score_slots_addresses_P
+        ),
         **options,
     )
 
@@ -319,7 +322,7 @@ def _launch(
     y_RD: torch.Tensor,  # noqa: N803
     out_TD: torch.Tensor | None,  # noqa: N803
     slots_addresses_P: torch.Tensor | None,  # noqa: N803
-    score_gradients: tuple[torch.Tensor, torch.Tensor] | None,
+    score_gradients: ScoreGradients | None,
     max_tokens: int,
     fault: torch.Tensor,
     rank: int,
@@ -327,7 +330,7 @@ def _launch(
     deadline_seconds: float,
     tuning: PortableTuning | None,
 ) -> None:
-    """``scales``: in MXFP8, those of the operands. ``score_gradients``: in backward, the parts and where their sums go."""
+    """``scales``: in MXFP8, those of the operands. ``score_gradients``: in backward."""
     is_mx = scales is not None
     num_rows, dim, hidden_dim, num_experts = sizes
     top_k = plan.pull_rows_UK.shape[1]
@@ -338,6 +341,11 @@ def _launch(
     check_sizes(name, num_rows, dim, hidden_dim, num_experts, top_k, is_mx=is_mx)
     if alone:
         check_tensor(name, "the output", out_TD, (out_TD.shape[0], dim), torch.bfloat16)
+    # Arguments that a variant does not use get some pointer.
+    parts_NR, score_outputs, score_parts = counters.queue, counters.queue, 0
+    if score_gradients is not None:
+        parts_NR, score_outputs = score_gradients.parts_NR, score_gradients.check(name, num_rows, top_k, out_TD)
+        score_parts = parts_NR.shape[0]
     num_programs = grid_size(name, num_sms, y_RD.device)
     deadline_us = deadline_in_us(name, deadline_seconds)
     if num_rows == 0:
@@ -345,8 +353,6 @@ def _launch(
 
     ep_size = 1 if alone else slots_addresses_P.numel()
     tuning = tuning or tune_gemm_push(gpu_kind(y_RD.device), dim, top_k=top_k, ep_size=ep_size, is_mx=is_mx)
-    # Arguments that a variant does not use get some pointer.
-    parts_NR, score_outputs = score_gradients or (counters.queue, counters.queue)
     gemm_push_kernel[(num_programs,)](
         *operands,
         *(scales or operands),
@@ -376,7 +382,7 @@ def _launch(
             hidden_dim=hidden_dim,
             top_k=top_k,
             ep_size=ep_size,
-            score_parts=parts_NR.shape[0] if score_gradients else 0,
+            score_parts=score_parts,
             is_mx=is_mx,
         ),
         num_warps=tuning.warps,
