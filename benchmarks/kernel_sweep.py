@@ -515,14 +515,14 @@ def main() -> None:
             **portable_tunings(shape),
         }
         torch.cuda.empty_cache()
-    report = {
-        "command": " ".join(["python", "benchmarks/kernel_sweep.py", *sys.argv[1:]]),
-        "environment": describe_environment(),
-        "repeats": args.repeats,
-        "tunings": tunings,
-        "results": [asdict(result) for result in results],
-    }
-    args.json.write_text(json.dumps(report, indent=1))
+        report = {
+            "command": " ".join(["python", "benchmarks/kernel_sweep.py", *sys.argv[1:]]),
+            "environment": describe_environment(),
+            "repeats": args.repeats,
+            "tunings": tunings,
+            "results": [asdict(result) for result in results],
+        }
+        args.json.write_text(json.dumps(report, indent=1))  # after each shape: what is measured is kept
 
 
 if __name__ == "__main__":

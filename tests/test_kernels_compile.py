@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from tests.compiled import check_no_spills
+from tests.compiled import check_code
 from titan_megamoe.kernels.gemm_push import gemm_push_constants, gemm_push_kernel, push_constants
 from titan_megamoe.kernels.gemm_push_fp8 import gemm_push_fp8_kernel
 from titan_megamoe.kernels.pull_gemm import pull_gemm_constants, pull_gemm_kernel
@@ -93,7 +93,7 @@ def compile_kernel(kernel, descriptors: dict[str, str], pointers: dict[str, str]
 def check(compiled, *, registers: tuple[int, ...], product: str) -> None:
     """``registers``: of all warpgroups but the first consumer's, which gets what is left."""
     ptx = compiled.asm["ptx"]
-    check_no_spills(compiled)
+    check_code(compiled)
     assert ".local" not in ptx
     assert compiled.metadata.shared <= SHARED_MEMORY
     warpgroups = 1 + len(registers)  # consumers, communication warps, the rest

@@ -214,7 +214,7 @@ if INTERPRETED:
             )
 
 else:
-    from tests.compiled import check_no_spills
+    from tests.compiled import check_code
     from tests.test_plan_compile import compile_kernel
 
     def test_kernels_under_the_interpreter():
@@ -227,7 +227,7 @@ else:
         assert run.returncode == 0, run.stdout + run.stderr
 
     def check_compiled(compiled) -> None:
-        check_no_spills(compiled)
+        check_code(compiled)
         assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.asm["ptx"]
 
     @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -251,7 +251,7 @@ else:
         pointers = dict(values_RI="fp8e4nv", scales_bR="fp32", sizes="i32", tile_rows_M="i32", out_RI="bf16")
         scalars = dict(num_rows="i32", width="i32")
         constants = dict(PART=quantize._PART)
-        check_no_spills(compile_kernel(quantize.dequantize_rows_kernel, pointers, scalars, constants, 4))
+        check_code(compile_kernel(quantize.dequantize_rows_kernel, pointers, scalars, constants, 4))
 
     @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp8e4nv"])
     def test_columns_compile(dtype):

@@ -16,7 +16,7 @@ from tests.test_kernel_plan import check_kernel_plan, publish_all
 from titan_megamoe.kernels import combine
 from titan_megamoe.kernels.plan import build_kernel_plan, read_sizes
 from titan_megamoe.kernels.plan_tables import CapacityExceeded, KernelFault, LayerShape, PHASE_ALL_SENT, PHASE_PUBLISHED
-from titan_megamoe.symmetric import get_workspace, virtual_workspaces
+from titan_megamoe.symmetric import get_workspace, set_deadline, virtual_workspaces
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 
@@ -234,7 +234,8 @@ def test_reduction_adds_what_was_sent_in_rank_order(dtype, ep_size, num_local_ex
 
 def plan_on_rank(rank: int, world_size: int) -> None:
     shape = layer_shape(world_size, 4, 2, 64)
-    workspace = get_workspace(dist.group.WORLD, shape, "cuda", deadline_seconds=20)
+    set_deadline(20)
+    workspace = get_workspace(dist.group.WORLD, shape, "cuda")
     assert get_workspace(dist.group.WORLD, shape, "cuda") is workspace
     for call in range(3):
         tokens_per_rank = [10 + (7 * r + call) % 50 for r in range(world_size)]

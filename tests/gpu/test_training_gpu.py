@@ -61,14 +61,17 @@ def assert_close(a, b) -> None:
     last = [step for step in a.losses if step > len(a.losses) - 10]
     means = [sum(run.losses[step] for step in last) / len(last) for run in (a, b)]
     assert means[0] == pytest.approx(means[1], rel=2e-2)
-    assert a.gradients.keys() == b.gradients.keys() and a.gradients
-    together = [
-        torch.cat([gradients[name].flatten() for name in b.gradients]) for gradients in (a.gradients, b.gradients)
-    ]
-    assert relative_error(*together) < 3e-2  # of a router alone, whose gradient is small, rounding can make 10%
+    assert gradients_error(a, b) < 3e-2  # of a router alone, whose gradient is small, rounding can make 10%
     for ours, theirs in zip(a.tokens_per_expert, b.tokens_per_expert, strict=True):
         # As shares: TorchTitan counts a recomputed forward again. A router of rounded inputs may break a near tie the other way.
         assert (ours / ours.sum() - theirs / theirs.sum()).abs().sum() <= 0.02
+
+
+def gradients_error(a, b, only: str = "") -> float:
+    """Relative, of the first step's gradients whose names contain ``only``, as one vector."""
+    names = [name for name in b.gradients if only in name]
+    assert a.gradients.keys() == b.gradients.keys() and names
+    return relative_error(*(torch.cat([run.gradients[name].flatten() for name in names]) for run in (a, b)))
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +110,8 @@ def test_fp8(assets, tmp_path_factory):
         baseline = results["reference, accumulating" if "accumulating" in name else "reference"]
         assert run.losses[1] == pytest.approx(baseline.losses[1], rel=1e-3), name
         assert sum(run.losses.values()) == pytest.approx(sum(baseline.losses.values()), rel=2e-2), name
+        # A difference in bf16's last bit can move a value to the next one in FP8, 6 to 12% away.
+        assert gradients_error(run, baseline, "experts") < 0.1, name
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -157,14 +157,16 @@ def test_both_widths_of_tiles_are_exact():
     """Small integers, and scales that are powers of two: all products and sums are exact."""
     for dim, hidden_dim in ((256, 512), (384, 128)):
         gradients = Gradients([130, 0, 256, 5], dim, hidden_dim)
-        size = gradients.num_rows
         for name, width in gradients.widths.items():
-            values = torch.randint(-2, 3, (width, size), generator=gradients.generator, device="cuda").float()
-            scales = torch.randint(-3, 4, (size // BLOCK_M, width), generator=gradients.generator, device="cuda")
+            size = (gradients.num_rows, width)
+            values = torch.randint(-2, 3, size, generator=gradients.generator, device="cuda").float()
             for start, end, rows in zip(gradients.starts, gradients.starts[1:], gradients.rows_per_expert):
-                values[:, start + rows : end] = 0
-            values[:, gradients.starts[-1] :] = NAN
-            gradients.inputs |= {name: values.to(FP8), scales_name(name): torch.exp2(scales.float())}
+                values[start + rows : end] = 0
+            values[gradients.starts[-1] :] = NAN
+            size = (gradients.num_rows // BLOCK_M, width)
+            scales = torch.randint(-3, 4, size, generator=gradients.generator, device="cuda")
+            values_MIr = values.to(FP8).view(-1, BLOCK_M, width).transpose(1, 2).contiguous()  # noqa: N806
+            gradients.inputs |= {name: values_MIr, scales_name(name): torch.exp2(scales.float())}
         for name, got in gradients.run().items():
             left, right = PRODUCTS[name]
             for expert in range(4):
@@ -176,7 +178,7 @@ def test_both_widths_of_tiles_are_exact():
 def test_without_rows_gradients_are_zero(num_rows):
     gradients = Gradients([0] * 3, 256, 128)
     for name, width in gradients.widths.items():
-        gradients.inputs[name] = torch.full((width, num_rows), NAN, device="cuda").to(FP8)
+        gradients.inputs[name] = torch.full((num_rows // BLOCK_M, width, BLOCK_M), NAN, device="cuda").to(FP8)
         gradients.inputs[scales_name(name)] = torch.full((num_rows // BLOCK_M, width), NAN, device="cuda")
     assert all((gradient == 0).all() for gradient in gradients.run().values())
     before = {name: gradients.randn(*shape) for name, shape in gradients.shapes.items()}

@@ -237,13 +237,13 @@ def quantize_weights_kernel(w_EIJ, values_EIJ, transposed_EJI, scales_Ebb, rows,
     largest = _larger(_larger(tl.abs(w0), tl.abs(w1)), _larger(tl.abs(w2), tl.abs(w3)))
     amax = tl.reduce(_amax(largest, 0), 0, _larger)
     inverse = _inverse(amax)
+    # Converted once for each orientation: ptxas loses bytes that tl.split gave where they are stored as they are.
+    _store_rows(values_EIJ + first, columns, 4 * fourth_I, column_J, limits, w0 * inverse)
+    _store_rows(values_EIJ + first, columns, 4 * fourth_I + 1, column_J, limits, w1 * inverse)
+    _store_rows(values_EIJ + first, columns, 4 * fourth_I + 2, column_J, limits, w2 * inverse)
+    _store_rows(values_EIJ + first, columns, 4 * fourth_I + 3, column_J, limits, w3 * inverse)
     b0, b1 = _to_bytes(w0, w1, inverse)
     b2, b3 = _to_bytes(w2, w3, inverse)
-    values = (values_EIJ + first).to(tl.pointer_type(tl.uint8), bitcast=True)
-    _store_rows(values, columns, 4 * fourth_I, column_J, limits, b0)
-    _store_rows(values, columns, 4 * fourth_I + 1, column_J, limits, b1)
-    _store_rows(values, columns, 4 * fourth_I + 2, column_J, limits, b2)
-    _store_rows(values, columns, 4 * fourth_I + 3, column_J, limits, b3)
     transposed = transposed_EJI + matrix + first_column.to(tl.int64) * rows + first_row
     transposed = transposed.to(tl.pointer_type(tl.int32), bitcast=True)
     at_JI = column_J[:, None] * (rows // 4) + fourth_I[None, :]
@@ -258,7 +258,7 @@ def quantize_weights_kernel(w_EIJ, values_EIJ, transposed_EJI, scales_Ebb, rows,
 def _store_rows(values, width, row_R, column_I, limits, rows):
     num_rows, is_column_I = limits
     is_inside_RI = (row_R < num_rows)[:, None] & is_column_I[None, :]
-    tl.store(values + row_R[:, None] * width + column_I[None, :], rows, mask=is_inside_RI)
+    tl.store(values + row_R[:, None] * width + column_I[None, :], _round_to_fp8(rows), mask=is_inside_RI)
 
 
 @triton.jit
