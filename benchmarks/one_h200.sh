@@ -3,7 +3,7 @@
 #
 #   OUT    folder for the JSON files and charts; default docs/results
 #   parts  tests layers sweep kernels steps compare convergence ranks soak; default: all of them. "ranks" trains with 2 and 4
-#          ranks on the one card, "soak" with 2 that are killed again and again
+#          ranks on the one card, "soak" with 2 that are killed again and again; "steps" are eager, "compare" compiles
 #
 # The first training run compiles flex attention, which takes minutes. Afterwards:
 #   python benchmarks/render_results.py
@@ -43,11 +43,8 @@ for part in $PARTS; do
         ;;
     steps)
         run python -m titan_megamoe.data
-        for mode in eager compiled; do
-            compile=$([ $mode = compiled ] && echo --compile)
-            run python benchmarks/train_steps.py $SLICE --out "$OUT/h200_qwen3_30b_6layers_${mode}_uniform.json" \
-                --run mega_moe --run mega_moe:fp8 --run all_to_all --routing uniform $compile
-        done
+        run python benchmarks/train_steps.py $SLICE --out "$OUT/h200_qwen3_30b_6layers_eager_uniform.json" \
+            --run mega_moe --run mega_moe:fp8 --run all_to_all --routing uniform
         ;;
     compare)
         run python -m titan_megamoe.data

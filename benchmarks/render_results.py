@@ -42,6 +42,7 @@ def render() -> str:
         parts.append(_soaks_table(soaks))
     if steps:
         parts.append("## Whole training steps\n")
+        parts += [_comparison(path) for path in sorted(RESULTS.glob("*/report.json"))]
         parts += [_steps_table(name, document) for name, document in steps.items()]
     return "\n".join(parts)
 
@@ -62,9 +63,13 @@ def render_headline() -> str:
             names = ("torchtitan compiled", "mega_moe hopper", "mega_moe hopper fp8")
             times = [results.get(name, {}).get(key, {}).get("median") for name in names]
             rows.append((f"{label}'s routed experts, {what}, ms", 2, times))
-    for mode in ("eager", "compiled"):
-        runs = json.loads((RESULTS / f"h200_qwen3_30b_6layers_{mode}_uniform.json").read_text())["runs"]
-        times = [runs.get(name, {}).get("seconds_per_step") for name in ("all_to_all", "mega_moe", "mega_moe:fp8")]
+    eager = json.loads((RESULTS / "h200_qwen3_30b_6layers_eager_uniform.json").read_text())["runs"]
+    compiled = json.loads((RESULTS / "h200_compare" / "report.json").read_text())["strategies"]
+    for mode, seconds in (
+        ("eager", {name: run["seconds_per_step"] for name, run in eager.items()}),
+        ("compiled", {strategy["spec"]: strategy["seconds"] for strategy in compiled}),
+    ):
+        times = [seconds.get(name) for name in ("all_to_all", "mega_moe", "mega_moe:fp8")]
         rows.append((f"whole training steps of a 6-layer slice, both {mode}, s", 3, times))
     measured = [i for i in range(len(OURS)) if any(times[i + 1] is not None for _, _, times in rows)]
     header = ["one H200, EP = 1, 16,384 tokens", BASELINE]
@@ -120,6 +125,21 @@ def _steps_table(name: str, document: dict) -> str:
             f"{result['seconds_per_step_max']:.4f}) | {result['tokens_per_second_per_gpu']:,.0f} | "
             f"{result['peak_memory_gib']:.1f} | {losses[0]:.5f}, {losses[-1]:.5f} |"
         )
+    return "\n".join(lines) + "\n"
+
+
+def _comparison(path: Path) -> str:
+    """A report of ``titan-megamoe compare``, in short."""
+    report = json.loads(path.read_text())
+    settings, name = report["settings"], path.parent.name
+    environment = next(iter(report["runs"].values()))["environment"]
+    lines = [
+        f"[`{name}`]({name}/report.md), by `titan-megamoe compare`: {settings['config']}, `{' '.join(settings['overrides'])}`; "
+        f"{settings['repeats']} runs of each, mean of steps {report['measured_steps'][0]} to {report['measured_steps'][1]}. "
+        f"{_machine(dict(environment=environment))}.",
+        "",
+        *(f"- {sentence}" for sentence in report["verdict"]),
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -162,6 +162,16 @@ def test_breakdown_of_a_gpu_step():
     assert parts == pytest.approx({part: us / 1e3 for part, us in expected.items()})
 
 
+def test_grouped_products_are_the_experts():
+    for name in (
+        "void at::cuda::detail::prepare_grouped_gemm_data<...>",
+        "void cutlass::device_kernel<enable_3x_kernel_for_sm9x<cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblemShape<...>>>>",
+        "aten::_grouped_mm",
+    ):
+        assert breakdown.part_of(name) == "expert GEMMs", name
+    assert breakdown.part_of("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>") == "other GEMMs"
+
+
 def test_length_of_overlapping_intervals():
     assert breakdown.length([(0, 10), (5, 7), (8, 12), (20, 21)]) == 13
     assert breakdown.length([]) == 0

@@ -50,7 +50,8 @@ class Outcome:
 
 
 def outcomes_on_one_gpu(function: Callable, world_size: int, *args, seconds: float) -> list[Outcome]:
-    """As :func:`run_ranks_on_one_gpu`, of ranks that may raise, die or hang: who still runs after ``seconds`` is ended.
+    """As :func:`run_ranks_on_one_gpu`, of ranks that may raise, die or hang: who still runs after ``seconds``, or is stopped when all
+    others have ended, is ended.
 
     Without the multi-process service, which ends all of its clients when one is killed: the ranks' kernels take turns.
     """
@@ -71,6 +72,8 @@ def outcomes_on_one_gpu(function: Callable, world_size: int, *args, seconds: flo
             for rank, process in enumerate(ranks):
                 if rank not in ended and not process.is_alive():
                     ended[rank] = time.monotonic() - started
+            if all(_is_stopped(process.pid) for rank, process in enumerate(ranks) if rank not in ended):
+                break
         for rank in set(range(world_size)) - set(ended):
             os.kill(ranks[rank].pid, signal.SIGKILL)
         outcomes = []
@@ -80,6 +83,14 @@ def outcomes_on_one_gpu(function: Callable, world_size: int, *args, seconds: flo
             what = said.read_text() if said.exists() else "died" if rank in ended else "had to be ended"
             outcomes.append(Outcome(what=what, seconds=ended.get(rank, seconds)))
         return outcomes
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether SIGSTOP has stopped a process, which will not end by itself."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except FileNotFoundError:
+        return False
 
 
 def _run_to_an_outcome(rank: int, function: Callable, world_size: int, folder: str, args: tuple) -> None:

@@ -24,7 +24,10 @@ RANGE_PREFIX = "mega_moe: "
 PARTS_BY_NAME = (
     ("communication", r"nccl|gloo|c10d|record_param_comms"),
     ("attention", r"flex|flash|fmha|attention|sdpa"),
-    ("expert GEMMs", r"grouped|titan_megamoe::"),
+    (
+        "expert GEMMs",
+        r"grouped|GroupProblemShape|titan_megamoe::",
+    ),  # the second is how CUTLASS's grouped product is called
     ("router and permutation", r"topk|sort|histc|bincount|scatter|gather|index|cumsum|unpermute|permute_"),
     ("optimizer", r"multi_tensor|adam"),
     ("other GEMMs", r"gemm|nvjet|cutlass|cublas|matmul|::mm|::addmm|::bmm|::linear"),
