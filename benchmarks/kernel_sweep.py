@@ -71,6 +71,13 @@ BACKWARD_ROWS = ("gate_RF", "up_RF", "row_scores_R", "dgate_RF", "dup_RF", "scal
 
 PORTABLE = ("pull_gemm", "gemm_push", "forward", "pull_gemm_backward", "gemm_push_backward", "weight_gradients")
 """Kernels that there are in plain Triton, too; "forward" is two of them."""
+KERNELS = (
+    *PORTABLE,
+    *(f"{kernel}_fp8" for kernel in PORTABLE if kernel != "weight_gradients"),
+    "backward",
+    *(f"triton {kernel}" for kernel in PORTABLE),
+)
+"""What can be timed."""
 
 RANK = 3
 """Whose kernels run, modulo the ranks."""
@@ -396,7 +403,7 @@ def time_ms(prepare: Callable[[], None], launch: Callable[[], None], repeats: in
     return [begin.elapsed_time(end) for begin, end in events[3:]]
 
 
-def sweep(name: str, repeats: int) -> list[Result]:
+def sweep(name: str, repeats: int, kernels: list[str]) -> list[Result]:
     layer = Layer(SHAPES[name])
     shape, num_rows = layer.shape, layer.sizes.num_rows
     print(f"{name}: {num_rows} rows of {layer.sizes.num_unique} tokens in {layer.sizes.num_tiles} tiles", flush=True)
@@ -451,13 +458,13 @@ def sweep(name: str, repeats: int) -> list[Result]:
         ("backward", "one stream", layer.reset, lambda: layer.backward(beside=False), 6 * down_flops),
         ("backward", "two streams", layer.reset, lambda: layer.backward(beside=True), 6 * down_flops),
     )
-    results = time_runs(name, layer, runs, repeats)
+    results = time_runs(name, layer, [run for run in runs if run[0] in kernels], repeats)
     layer.kernels = kernel_set("triton")
     print(f"  portable kernels: relative error {layer.check():.1e} against fp32", flush=True)
     portable = [
         (f"triton {kernel}", part, *rest)
         for kernel, part, *rest in runs
-        if kernel in PORTABLE and part in ("fused", "saving gate, up", "gemm")
+        if kernel in PORTABLE and f"triton {kernel}" in kernels and part in ("fused", "saving gate, up", "gemm")
     ]
     return results + time_runs(name, layer, portable, repeats)
 
@@ -500,13 +507,14 @@ def portable_tunings(shape: LayerShape) -> dict[str, dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--json", type=Path, required=True, help="where to write the results")
     args = parser.parse_args()
     results, tunings = [], {}
     for name in args.shapes:
         shape = SHAPES[name]
-        results += sweep(name, args.repeats)
+        results += sweep(name, args.repeats, args.kernels)
         tunings[name] = {
             "pull_gemm": asdict(tune_pull_gemm(shape.dim, shape.hidden_dim)),
             "gemm_push": asdict(tune_gemm_push(shape.dim, shape.hidden_dim, top_k=shape.top_k, ep_size=shape.ep_size)),
