@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which i
 
 from titan_megamoe import quantize as reference
 from titan_megamoe.kernels import quantize, quantize_mx
+from titan_megamoe.weight_cache import NO_CACHE, quantized
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -126,6 +127,17 @@ def check_mx_rows(rows: int, width: int, dtype: torch.dtype, device="cpu") -> No
     assert same_bits(values, expected.values) and torch.equal(scales, expected.scales.view(torch.uint8))
 
 
+def check_mx_weights(experts: int, rows: int, columns: int, device="cpu") -> None:
+    w = torch.randn(experts, rows, columns, generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
+    made = quantized(w, "w1", NO_CACHE, "mxfp8")
+    for dim, values, scales in (
+        (-1, made.values_EIJ, made.scales_EIg),
+        (-2, made.transposed_EJI.transpose(1, 2), made.transposed_scales_EJg.transpose(1, 2)),
+    ):
+        expected = reference.quantize_mx(w, dim)
+        assert same_bits(values, expected.values) and torch.equal(scales, expected.scales.view(torch.uint8))
+
+
 def check_mx_columns(rows_of_experts: list[int], width: int, dtype: torch.dtype, device="cpu") -> None:
     plan, num_rows = plan_of(rows_of_experts, device)
     is_fp8 = dtype == reference.FP8
@@ -185,6 +197,11 @@ if INTERPRETED:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_mx_rows(rows, width, dtype):
         check_mx_rows(rows, width, dtype)
+
+    @pytest.mark.parametrize("experts, rows, columns", WEIGHTS)
+    def test_mx_weights(experts, rows, columns, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        check_mx_weights(experts, rows, columns)
 
     @pytest.mark.parametrize("rows_of_experts", EXPERTS)
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, reference.FP8])

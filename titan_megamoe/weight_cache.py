@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .quantize import BLOCK, FP8, MX_BLOCK, quantize_mx
+from .quantize import BLOCK, FP8, MX_BLOCK
 
 _keys = itertools.count(1)
 _caches: weakref.WeakValueDictionary[int, WeightCache] = weakref.WeakValueDictionary()
@@ -139,13 +139,11 @@ def _quantize(weight_EIJ: torch.Tensor, copy: QuantizedWeight | MXWeight) -> Non
 
 
 def _quantize_mx(weight_EIJ: torch.Tensor, copy: MXWeight) -> None:
-    """An expert at a time: torchao works in fp32 on copies of its own."""
-    to = (copy.values_EIJ, copy.scales_EIg, copy.transposed_EJI, copy.transposed_scales_EJg)
-    for w_IJ, values_IJ, scales_Ig, transposed_JI, transposed_scales_Jg in zip(weight_EIJ, *to):
-        for matrix, values, scales in (
-            (w_IJ, values_IJ, scales_Ig),
-            (w_IJ.t(), transposed_JI, transposed_scales_Jg),
-        ):
-            blocks = quantize_mx(matrix)
-            values.copy_(blocks.values)
-            scales.copy_(blocks.scales.view(torch.uint8))
+    """Each orientation by its rows, to the bits that torchao makes: it would take dozens of launches for each."""
+    from .kernels.quantize_mx import quantize_rows
+
+    for matrices, values, scales in (
+        (weight_EIJ, copy.values_EIJ, copy.scales_EIg),
+        (weight_EIJ.mT.contiguous(), copy.transposed_EJI, copy.transposed_scales_EJg),
+    ):
+        quantize_rows(matrices.flatten(0, 1), values.flatten(0, 1), scales.flatten(0, 1))

@@ -13,6 +13,7 @@ from tests.test_quantize_kernels import (
     check_mx_columns,
     check_mx_dequantize,
     check_mx_rows,
+    check_mx_weights,
     check_rows,
     check_weights,
     EXPERTS,
@@ -50,6 +51,11 @@ def test_dequantize(rows_of_experts):
 @pytest.mark.parametrize("rows, width", [*ROWS, (16384, 2048), (5000, 7168)])
 def test_mx_rows(rows, width, dtype):
     check_mx_rows(rows, width, dtype, device="cuda")
+
+
+@pytest.mark.parametrize("experts, rows, columns", [*WEIGHTS, (16, 768, 2048)])
+def test_mx_weights(experts, rows, columns):
+    check_mx_weights(experts, rows, columns, device="cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, FP8])

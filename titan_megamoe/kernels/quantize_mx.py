@@ -1,10 +1,10 @@
 """MXFP8 on the device: the bits that ``quantize_mx`` of ``titan_megamoe/quantize.py`` (torchao's) makes.
 
-    quantize_rows      activations, for products that contract their last dimension
+    quantize_rows      activations and weights, for products that contract their last dimension
     quantize_columns   rows of the pool, for weight gradients: transposed, so that an expert's rows are contiguous
     dequantize_rows    rows of the pool back in bf16, for weight gradients in bf16
 
-Weights are quantised by torchao itself (``weight_cache.py``). Scales are e8m0 in uint8: 2 to the power of the number less 127.
+Scales are e8m0 in uint8: 2 to the power of the number less 127.
 
 A scale is the smallest power of two with which a block's largest magnitude, m 2^k with 1 <= m < 2, does not exceed 448 = 1.75 * 2^8:
 2^(k - 8), or twice that if m > 1.75. So it follows from the bits of the magnitude. torchao takes a logarithm in fp32, which cannot tell
