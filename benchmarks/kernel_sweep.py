@@ -459,14 +459,16 @@ def sweep(name: str, repeats: int, kernels: list[str]) -> list[Result]:
         ("backward", "two streams", layer.reset, lambda: layer.backward(beside=True), 6 * down_flops),
     )
     results = time_runs(name, layer, [run for run in runs if run[0] in kernels], repeats)
-    layer.kernels = kernel_set("triton")
-    print(f"  portable kernels: relative error {layer.check():.1e} against fp32", flush=True)
     portable = [
         (f"triton {kernel}", part, *rest)
         for kernel, part, *rest in runs
         if kernel in PORTABLE and f"triton {kernel}" in kernels and part in ("fused", "saving gate, up", "gemm")
     ]
-    return results + time_runs(name, layer, portable, repeats)
+    if portable:
+        layer.kernels = kernel_set("triton")
+        print(f"  portable kernels: relative error {layer.check():.1e} against fp32", flush=True)
+        results += time_runs(name, layer, portable, repeats)
+    return results
 
 
 def time_runs(name: str, layer: Layer, runs: Sequence[tuple], repeats: int) -> list[Result]:
