@@ -159,7 +159,17 @@ def test_breakdown_of_a_gpu_step():
     parts = breakdown.summarize(events)
     expected = {"pull_gemm": 80, "other GEMMs": 100, "communication": 150, "attention": 50, "optimizer": 80}
     expected |= {"exposed communication": 100, "idle": 580 - (80 + 200 + 50 + 80)}
+    expected |= {"idle before other GEMMs": 10, "idle before attention": 100, "idle before optimizer": 60}
     assert parts == pytest.approx({part: us / 1e3 for part, us in expected.items()})
+
+
+def test_what_the_gpu_waited_for_has_a_row_if_it_was_long():
+    runs = {(spec, 0): made_up_run(1.0, LOSSES) for spec in ("a", "b")}
+    runs["a", 0].breakdown |= {"idle before plan": 0.4, "idle before optimizer": 0.4, "idle": 0.8}
+    runs["b", 0].breakdown |= {"idle before optimizer": 2.0, "idle": 2.0}
+    report = compare_report.render_markdown(comparison_of(runs), [])
+    assert "| idle | 0.80 | 2.00 |\n| idle before optimizer | 0.40 | 2.00 |\n" in report
+    assert "idle before plan" not in report
 
 
 def test_grouped_products_are_the_experts():

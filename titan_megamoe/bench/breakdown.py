@@ -2,8 +2,8 @@
 
 On a GPU: time of its kernels by part. A kernel belongs to the named range of ours that was open on the GPU when it ran, or
 else to the part that its name tells. Parts overlap in time where streams do, so they may add up to more than the step.
-*Exposed communication* is when the GPU ran nothing but collectives; *idle* is when it ran nothing. ``mega_moe`` moves tokens
-inside its GEMM kernels: what of that is not hidden is in their times.
+*Exposed communication* is when the GPU ran nothing but collectives; *idle* is when it ran nothing, *idle before* a part what of that a
+kernel of the part ended. ``mega_moe`` moves tokens inside its GEMM kernels: what of that is not hidden is in their times.
 
 On a CPU: time of the operators themselves, without those that they call, by their names.
 """
@@ -20,6 +20,7 @@ from torch.autograd.profiler_util import FunctionEvent
 OPTIMIZER_RANGE = "optimizer"
 RANGE_PREFIX = "mega_moe: "
 """Of the named ranges in ``hopper.py``."""
+IDLE_BEFORE = "idle before "
 
 PARTS_BY_NAME = (
     ("communication", r"nccl|gloo|c10d|record_param_comms"),
@@ -39,7 +40,8 @@ Interval = tuple[float, float]
 
 
 def summarize(events: Iterable[FunctionEvent]) -> dict[str, float]:
-    """Milliseconds by part; on a GPU also ``"exposed communication"`` and ``"idle"``, which are no parts of their own."""
+    """Milliseconds by part; on a GPU also ``"exposed communication"``, ``"idle"`` and IDLE_BEFORE each part, which are no parts of
+    their own."""
     events = list(events)
     on_gpu = [event for event in events if event.device_type == DeviceType.CUDA]
     return summarize_gpu(on_gpu) if on_gpu else summarize_cpu(events)
@@ -58,7 +60,8 @@ def summarize_gpu(events: list[FunctionEvent]) -> dict[str, float]:
     milliseconds: dict[str, float] = defaultdict(float)
     communication: list[Interval] = []
     computation: list[Interval] = []
-    for kernel in kernels:
+    covered_to = min((kernel.time_range.start for kernel in kernels), default=0.0)
+    for kernel in sorted(kernels, key=lambda kernel: kernel.time_range.start):
         start, end = kernel.time_range.start, kernel.time_range.end
         part = part_of(kernel.name)
         if part == "communication":
@@ -70,6 +73,9 @@ def summarize_gpu(events: list[FunctionEvent]) -> dict[str, float]:
                 innermost = min(inside, key=lambda r: r.time_range.elapsed_us())
                 part = innermost.name.removeprefix(RANGE_PREFIX)
         milliseconds[part] += (end - start) / 1e3
+        if start > covered_to:
+            milliseconds[IDLE_BEFORE + part] += (start - covered_to) / 1e3
+        covered_to = max(covered_to, end)
     busy = length(communication + computation)
     if kernels:
         span = max(k.time_range.end for k in kernels) - min(k.time_range.start for k in kernels)

@@ -19,12 +19,17 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from ..bench.breakdown import IDLE_BEFORE
+
 LOSS, GRAD_NORM, SECONDS = "loss_metrics/global_avg_loss", "grad_norm", "time_metrics/end_to_end(s)"
 TOKENS, MFU, MEMORY = "throughput(tps)", "mfu(%)", "memory/max_reserved(GiB)"
 """TorchTitan's names of its metrics."""
 
 FIRST_LOSS_TOLERANCE = 2e-3
 """Relative. FP8 moves an untrained model's loss by about 1e-4."""
+
+LEAST_IDLE_MS = 1.0
+"""A part that the GPU waited for less long, with every strategy, has no row for that."""
 
 BOOTSTRAP_DRAWS = 2000
 
@@ -306,8 +311,11 @@ def render_markdown(comparison: Comparison, plots: list[str]) -> str:
     lines += ["", *_markdown_table(LOSS_COLUMNS, rows)]
     lines += ["", *(f"![{Path(plot).stem}]({plot})" for plot in plots), "", "## Where a step's time goes", ""]
     parts = list(dict.fromkeys(part for row in rows for part in row.breakdown))
+    parts.sort(key=lambda part: part.startswith(IDLE_BEFORE))
     lines += [f"| ms | {' | '.join(row.spec for row in rows)} |", "| --- | " + "--- | " * len(rows)]
     for part in parts:
+        if part.startswith(IDLE_BEFORE) and all(row.breakdown.get(part, 0.0) < LEAST_IDLE_MS for row in rows):
+            continue
         cells = (f"{row.breakdown[part]:.2f}" if part in row.breakdown else "" for row in rows)
         lines.append(f"| {part} | {' | '.join(cells)} |")
     lines += [
